@@ -50,7 +50,6 @@ _JSON = ".json"
 _FACT = re.compile(r"[A-Za-z]\w*([.-]\w+)*", re.ASCII)
 _ID = re.compile(r"[0-9a-f]{32}")
 _MOST_ELEMENTS = 2**60
-# Each dimension that is cut doubles the number of corners of a box.
 _KIND = re.compile(r"(?!(json|history)\b)\w+(/\w+)?", re.ASCII)
 
 

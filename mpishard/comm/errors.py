@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from mpishard.launch.exit_codes import code_of_exit
 from mpishard.launch.job_notes import ECHO
 from mpishard.launch.script import in_users_code
 
 Array = Any
+E = TypeVar("E", bound=Exception)
 
 # The errors that all ranks can raise; others become a RuntimeError on ranks whose own check passed.
 _FILE_ERRORS = (OSError, PermissionError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _KNOWN_ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (ValueError, TypeError, FloatingPointError, RuntimeError, *_FILE_ERRORS)
 }
+
+
+def known_to_all(kind: type[E]) -> type[E]:
+    """Let all ranks raise errors of a class, which is made from a message."""
+    _KNOWN_ERRORS[kind.__name__] = kind
+    return kind
 
 
 class CaughtError:

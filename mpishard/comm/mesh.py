@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -28,6 +28,7 @@ from mpishard.comm.capabilities import agree_on_device_buffers, heals_in_place
 from mpishard.comm.channel import CommunicatorsExhaustedError, Family
 from mpishard.comm.deferred import flush
 from mpishard.comm.errors import CaughtError
+from mpishard.comm.groups import OtherOrderError, Places, misfit
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.supervisor_reports import note_cell
 from mpishard.comm.watchdog import Watchdog, arrival
@@ -43,26 +44,33 @@ Array = Any
 
 
 def exchange_facts(
-    world: MPI.Intracomm, sizes: str, debug: bool, family: Family, problem: Exception | None
+    world: MPI.Intracomm,
+    sizes: str,
+    debug: bool,
+    family: Family,
+    problem: Exception | None,
+    places: Places | None,
 ) -> Exception | None:
     """Exchange what this rank gives a mesh with the other ranks, and compare. Collective over `world`.
 
     The family gets its name, and meshes that all of their ranks have dropped are freed. `problem` is why this rank
-    cannot have such a mesh. Returns what to raise, on every rank, if the ranks cannot share a mesh.
+    cannot have such a mesh, `places` are in communicators of the application. Returns what to raise, on every rank, if
+    the ranks cannot share a mesh; OtherOrderError if they can, in another order.
     """
     # The version comes first: another version may send something else after it.
     text = None if problem is None else str(problem)
-    facts = allgather_values(world, (VERSION, sizes, debug, text, family.own_name, Family.orphans()))
+    facts = allgather_values(world, (VERSION, sizes, debug, text, family.own_name, Family.orphans(), places))
     error = _unlike_versions(world, [version for version, *_ in facts])
     if error is not None:
         return raised_by_all(error, world.size)
-    _, all_sizes, all_debug, problems, names, orphans = zip(*facts, strict=True)
+    _, all_sizes, all_debug, problems, names, orphans, all_places = zip(*facts, strict=True)
     family.name = family.name or names[0]
     Family.free_orphans(orphans)
     first = next((rank for rank, text in enumerate(problems) if text is not None), None)
     if first is None:
-        error = _unlike_sizes(all_sizes) or _unlike_debug(all_debug)
-        return None if error is None else raised_by_all(error, world.size)
+        found = misfit(all_places)
+        error = found if isinstance(found, ValueError) else _unlike_sizes(all_sizes) or _unlike_debug(all_debug)
+        return found if error is None else raised_by_all(error, world.size)
     if problem is None:
         problem = ValueError(f"rank {first}: {problems[first]}")
         setattr(problem, ECHO, True)
@@ -129,6 +137,15 @@ class Mesh:
     data, tensor, pipeline : int
         Sizes; their product must be the number of ranks.  One of them may be -1 and is inferred.  Processes that an
         elastic run has spawned have its tensor and pipeline sizes whatever is given here.
+    space : mpi4py.MPI.Intracomm, optional
+        Instead of sizes: the communicator of this rank's group, in which the application has distributed its field.
+        All groups have the same number of ranks.  `tensor` then has the ranks of `space` in its order, and `data` one
+        rank of each group.
+    groups : mpi4py.MPI.Intracomm, optional
+        With `space`: the communicator of those ranks, one of each group, that have the same rank in `space`; `data`
+        has its order.  Default: groups are in the order in which their first ranks are in `comm`.  The two are
+        ``ensemble.comm`` and ``ensemble.ensemble_comm`` of Firedrake's Ensemble.  Both are duplicated, as `comm` is.
+        `world` has the ranks of the first group, then those of the second.
     timeout : float, optional
         Seconds a collective may wait before the job is ended with a report of who waits where; default from
         ``MPISHARD_TIMEOUT``.  Without either: ten times the longest step so far, and at least 120.  Until the first
@@ -162,9 +179,10 @@ class Mesh:
     Raises
     ------
     ValueError
-        On every rank, if the product of some rank's sizes is not the number of ranks, or if each rank is alone in its
-        world since the launcher belongs to another MPI; this second check is left out with MPI.COMM_SELF.  On every
-        rank, too, if a size, `debug`, or the version of mpishard differs between ranks.
+        On every rank, if the product of some rank's sizes is not the number of ranks, if `space` and `groups` make no
+        grid of the ranks of `comm` or come with sizes, or if each rank is alone in its world since the launcher belongs
+        to another MPI; this last check is left out with MPI.COMM_SELF.  On every rank, too, if a size, `debug`, or the
+        version of mpishard differs between ranks.
     TypeError, ValueError
         On every rank, if `timeout` or `debug` of any make no sense; on this rank, if `comm` is no communicator.
     RuntimeError
@@ -192,6 +210,8 @@ class Mesh:
         data: int = -1,
         tensor: int = 1,
         pipeline: int = 1,
+        space: MPI.Intracomm | None = None,
+        groups: MPI.Intracomm | None = None,
         timeout: float | None = None,
         debug: bool | None = None,
     ) -> None:
@@ -212,11 +232,21 @@ class Mesh:
             _check_launcher()
         cell = spawned_cell()
         if cell is not None and comm.size == MPI.COMM_WORLD.size:
-            data, (tensor, pipeline) = -1, cell
+            data, (tensor, pipeline), space, groups = -1, cell, None, None
         self.timeout, self.debug = None, False
         sizes = comm.size, 1, 1
+        places: Places | None = None
         with CaughtError() as caught:  # raised when the others know of it: they are on their way
-            sizes = _sizes(comm.size, data=data, tensor=tensor, pipeline=pipeline)
+            places = Places.of(space, groups, comm)
+            if places is None:
+                sizes = _sizes(comm.size, data=data, tensor=tensor, pipeline=pipeline)
+            elif (data, tensor, pipeline) != (-1, 1, 1):
+                raise ValueError(
+                    f"the sizes of a mesh follow from space and groups, but pipeline={pipeline} x data={data} x "
+                    f"tensor={tensor} was asked for, too; leave them out"
+                )
+            else:  # which all ranks check when they know of each other
+                sizes = comm.size // places.space.size, places.space.size, 1
             self.timeout = _timeout(timeout)
             self.debug = _debug() if debug is None else flag("debug", debug)
         problem = caught.error
@@ -224,16 +254,31 @@ class Mesh:
         self._parent: Mesh | None = None
         flush()
         Family.collect_garbage()
+        problem = self._made(comm, sizes, problem, places)
+        if isinstance(problem, OtherOrderError):
+            with Family.creating():
+                ordered = cast(MPI.Intracomm, comm.Split(0, problem.numbers[comm.rank]))
+            problem = self._made(ordered, sizes)
+            ordered.Free()
+        if problem is not None:
+            raise problem
+        self._note_cell()
+
+    def _made(
+        self,
+        comm: MPI.Intracomm,
+        sizes: tuple[int, int, int],
+        problem: Exception | None = None,
+        places: Places | None = None,
+    ) -> Exception | None:
+        """As `_make`, also where meshes that were dropped have the last communicators of MPI.  Collective."""
         try:
-            problem = self._make(comm, sizes, problem)
+            return self._make(comm, sizes, problem, places)
         except CommunicatorsExhaustedError:
             gc.collect()
             if not Family.free_orphans(allgather_values(comm, Family.orphans())):
                 raise
-            problem = self._make(comm, sizes, problem)
-        if problem is not None:
-            raise problem
-        self._note_cell()
+            return self._make(comm, sizes, problem, places)
 
     def _note_cell(self) -> None:
         """Tell a supervisor, if any, what the number of ranks of its next start must be a multiple of."""
@@ -241,7 +286,9 @@ class Mesh:
         if cell > 1 and self.size == MPI.COMM_WORLD.size:
             note_cell(cell)
 
-    def _make(self, comm: MPI.Intracomm, sizes: tuple[int, int, int], problem: Exception | None) -> Exception | None:
+    def _make(
+        self, comm: MPI.Intracomm, sizes: tuple[int, int, int], problem: Exception | None, places: Places | None
+    ) -> Exception | None:
         """Make the communicators and the watchdog, or none of them.  Collective; see `_split`."""
         self._axes: dict[str, Axis] = {}
         self.family = Family(comm.size)
@@ -252,7 +299,7 @@ class Mesh:
                 self._watchdog: Watchdog | None = Watchdog(world, self.ledger, self.timeout)
                 self.family.ends.append(self._watchdog.close)
                 abort_on_exception(self.ledger, watchdog=self._watchdog)
-                problem = self._split(world, *sizes, problem)
+                problem = self._split(world, *sizes, problem, places)
                 if problem is not None:
                     self.family.remove(world)
                     self.family.free()
@@ -263,17 +310,23 @@ class Mesh:
             raise
 
     def _split(
-        self, world: MPI.Intracomm, data: int, tensor: int, pipeline: int, problem: Exception | None = None
+        self,
+        world: MPI.Intracomm,
+        data: int,
+        tensor: int,
+        pipeline: int,
+        problem: Exception | None = None,
+        places: Places | None = None,
     ) -> Exception | None:
         """Make the axes over the ranks of `world`, or bind existing ones to them. Collective.
 
         `problem` is why this rank cannot have the mesh. Returned is what to raise, on every rank, if some rank cannot,
-        or if ranks differ in what must be the same; nothing is made then.
+        or if ranks differ in what must be the same; nothing is made then. `places`: see `exchange_facts`.
         """
         self.shape = {"pipeline": pipeline, "data": data, "tensor": tensor}
         self._children: dict[tuple[int, int, int], Mesh] = {}
         self._freed = False
-        problem = exchange_facts(world, self.sizes, self.debug, self.family, problem)
+        problem = exchange_facts(world, self.sizes, self.debug, self.family, problem, places)
         if problem is not None:
             return problem
         if self._parent is None:

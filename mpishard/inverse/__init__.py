@@ -5,9 +5,10 @@ Output: a result with the fields of SciPy, the same on any number of ranks.
 
 Read ``minimization`` first, with the loop, then ``reverse_communication``, the minimisation in it, ``mesh_run``, the
 ranks of a mesh, and ``functions``, with ``trees``, what users give; ``result`` is what they get, and the options by
-SciPy's names.  Beside it: ``sum_of_squares`` and ``residuals``, least squares; ``elastic_minimization``;
-``multipliers``, constraints; ``ensemble`` and ``parameter_choice``, many runs; ``regularization`` and ``time_steps``,
-parts of users' functions, and ``gradient_check``, which tests these.
+SciPy's names; ``finite_differences`` are for functions without a gradient.  Beside it: ``sum_of_squares`` and
+``residuals``, least squares; ``elastic_minimization``; ``multipliers``, constraints; ``ensemble`` and
+``parameter_choice``, many runs; ``regularization`` and ``time_steps``, parts of users' functions, and
+``gradient_check``, which tests these.
 
 A name's module is imported when it is first asked for: `minimize` and `least_squares` without a mesh do without MPI.
 """

@@ -9,15 +9,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from mpishard.comm.errors import OneRank
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.results import TrainingState
 from mpishard.elastic.optimizer import ElasticOptimizer
-from mpishard.inverse.functions import Callback, Functions, Unknowns
+from mpishard.inverse.functions import Attempts, Callback, EvaluationFailed, Functions, failure_in_words
 from mpishard.inverse.mesh_run import check_identical, digest, exchange, parameters_of
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, result_of
+from mpishard.inverse.unknowns import Unknowns
 from mpishard.io import log
-from mpishard.minimizers.method import Method, Minimizer
+from mpishard.minimizers.method import Method, Minimizer, Wanted
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training import OptimizationProblem
 
@@ -83,8 +85,10 @@ class ElasticMinimization:
         self._watched = any(watched for watched, _ in given)
         self._table = Table(shown=any(disp for _, disp in given))
         self._evaluations = 0  # of the last row
+        self._failure = 0, ""  # the last evaluation that has failed on this rank, and what the result says of it
         self._elastic = ElasticOptimizer(method, mesh, **options)
         self._maxtime = loop.maxtime
+        self._attempts = Attempts(mesh.world if samples is None else OneRank(), loop.retries)
 
     def run(self, checkpoints: Any, resume: bool, record: Any) -> MinimizationOutcome:
         """Take steps until the method, the callback or a signal ends the minimisation.
@@ -119,7 +123,9 @@ class ElasticMinimization:
         assert isinstance(method, Method)
         progress, unknowns, reason = minimizer.progress, self._unknowns, found.stop_reason
         gradient = self._gather(minimizer.row("base_gradient"))
-        result = result_of(unknowns.shown_to_user(), gradient, reason, method, progress, unknowns.gradient_hint(reason))
+        _, failure = max(self._mesh.data.allgather_object(self._failure), key=lambda each: each[0])
+        hint = failure or unknowns.gradient_hint(reason)
+        result = result_of(unknowns.shown_to_user(), gradient, reason, method, progress, hint)
         result["jac"] = unknowns.like_x0(gradient)
         if self._mesh.rank == 0:
             self._table.end(result.message)
@@ -144,33 +150,49 @@ class ElasticMinimization:
 
     def _add(self, what: str, function: Callable[..., tuple[float, Any]], samples: np.ndarray, sums: Any) -> float:
         """Add the vector of samples to the sums by name; return their value. `function` returns both."""
-        x = self._unknowns.shown_to_user()
-        if self._samples is not None:
-            value, given = function(x, samples)
-            vector = self._unknowns.vector(what, given)
-        else:
-            value, vector, problem = math.nan, None, None
-            try:
-                value, given = function(x)
-                vector = self._unknowns.vector(what, given)
-            except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
-                problem = error
-            self._compare(what, value, vector, problem)
+        minimizer = self._elastic.optimizer.minimizer
+        begun = minimizer is not None and minimizer.wanted is Wanted.GRADIENT and minimizer.progress.evaluations > 0
+        which = () if self._samples is None else (samples,)
+
+        def call() -> tuple[float, Array]:
+            value, given = function(self._unknowns.shown_to_user(), *which)
+            return value, self._unknowns.vector(what, given)
+
+        attempt = self._attempts(call)
+        failed = begun and isinstance(attempt.problem, EvaluationFailed)
+        if failed and minimizer is not None:
+            rank = self._mesh.rank if self._mesh.size > 1 else None
+            words = failure_in_words(minimizer, str(attempt.problem), rank)
+            self._failure = minimizer.progress.evaluations, words
+        value, vector = (math.nan, None) if attempt.problem is not None else attempt.found
+        if self._samples is None:
+            failed = self._compare(what, value, vector, None if failed else attempt.problem, failed)
             if not len(samples):  # another rank has the one sample
                 return 0.0
+        elif attempt.problem is not None and not failed:
+            raise attempt.problem
+        if failed:  # as if the function were infinite here
+            return math.inf
+        assert vector is not None
         for piece in self._parameters.pieces:
             sums[piece.name] += vector[piece.start : piece.start + piece.size].reshape(piece.shape)
-        return value
+        return float(value)
 
-    def _compare(self, what: str, value: float, vector: Array | None, problem: BaseException | None) -> None:
-        """Raise on all ranks if the function has failed on one, or gives different results, of which only one counts.
+    def _compare(
+        self, what: str, value: float, vector: Array | None, problem: BaseException | None, failed: bool
+    ) -> bool:
+        """Raise on all ranks if the function has a problem on one, or gives different results: only one of them counts.
 
-        All are compared each time, since ranks may have joined at different times.
+        All are compared each time, since ranks may have joined at different times. Returns True if the evaluation has
+        `failed` on any rank, which it may.
         """
         world = self._mesh.world
-        values, hashes = exchange(world, problem, value, [0 if vector is None else digest(vector)])
+        values, facts = exchange(world, problem, value, [0 if vector is None else digest(vector), failed])
+        if facts[:, 1].any():
+            return True
         check_identical("values", values, _HOW_TO_SUM)
-        check_identical(f"values of {what}", hashes[:, 0], _HOW_TO_SUM)
+        check_identical(f"values of {what}", facts[:, 0], _HOW_TO_SUM)
+        return False
 
     # -- after an evaluation ------------------------------------------------------------------------------------------
 

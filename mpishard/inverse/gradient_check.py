@@ -21,7 +21,8 @@ from mpishard.comm.axis import Axis, rank_in_job
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data.sampling import share
-from mpishard.inverse.functions import Functions, Unknowns, opening, world_of
+from mpishard.inverse.functions import Functions, opening, world_of
+from mpishard.inverse.unknowns import Unknowns, is_part
 from mpishard.layout.boxes import whole_box
 from mpishard.lazy import of_extra
 from mpishard.parameters.flat import FlatParameters
@@ -678,8 +679,9 @@ def check_adjoint(
     ----------
     forward, adjoint : callable
         ``forward(x) -> A x`` and ``adjoint(y) -> A' y``, which must be linear.
-    x, y : array
-        What shapes and dtypes they take; the values do not matter.  float32 or float64.
+    x, y : array or Partition
+        What shapes and dtypes they take; the values do not matter.  float32 or float64.  With a `Partition` they take
+        arrays of this rank's part of a field, and each group of the mesh has a field of its own here.
     mesh : Mesh, optional
         The ranks that have parts of the vectors.
     tolerance : float, optional
@@ -737,6 +739,7 @@ def check_adjoint(
 
 def _random(like: Any, seed: int, name: str) -> Array:
     """Random numbers of the shape, dtype and device of an array; dtypes other than float32 become float64."""
+    like = like.local if is_part(like) else like
     shape = np.shape(like)
     dtype = np.float32 if getattr(like, "dtype", None) == np.float32 else np.float64
     values = uniform_in_box(seed, name, shape, whole_box(shape)).astype(dtype)

@@ -14,16 +14,18 @@ import xxhash
 from mpishard.arguments import flag, shown
 from mpishard.backend import array as arrays
 from mpishard.backend.exact import largest
-from mpishard.comm.axis import Axis
+from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.supervisor_reports import take_restart
 from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
 from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
-from mpishard.inverse.functions import EvaluationFailed, Unknowns, digits_of, failure_in_words, on_any
+from mpishard.inverse.functions import EvaluationFailed, Together, digits_of, failure_in_words, on_any, sum_of_values
+from mpishard.inverse.unknowns import Unknowns
 from mpishard.io import log
 from mpishard.launch.exit_codes import note_run
+from mpishard.launch.job_notes import ECHO
 from mpishard.launch.signals import Interrupts
 from mpishard.layout.run_state import PARAMETERS, RunState, Shard, brief
 from mpishard.layout.tensors import ParameterSpec, Piece
@@ -87,6 +89,10 @@ class MeshRanks:
         assert isinstance(state, MinimizationState)
         self._state = state
         self._comparison = Comparison(mesh, parameters, self._sums)
+        # The ranks of which a function may be collective: of parts of a sum those that share a field, else all.
+        self.together: Together = self.world
+        if self._sums:
+            self.together = ModelParallelGroup(mesh.tensor, mesh.pipeline, mesh.rank)
 
     @property
     def minimizer(self) -> Minimizer:
@@ -138,19 +144,20 @@ class MeshRanks:
         None if the evaluation has failed on any rank (`EvaluationFailed`), which it may. Raises on all ranks if any has
         another problem, or if they differ.
         """
-        flat, failure = None, ""
+        flat, failed, reason = None, False, ""
         if may_fail and isinstance(problem, EvaluationFailed):
-            failure, problem = f"{problem}" or type(problem).__name__, None
+            reason = "" if hasattr(problem, ECHO) else f"{problem}" or type(problem).__name__
+            failed, problem = True, None
         elif problem is None:
             try:
                 flat = self._unknowns.vector(what, given)
             except (TypeError, ValueError) as error:
                 problem = error
-        numbers = [self._interrupts.came, bool(failure), digits_of(given), *self._comparison.hashes(flat)]
+        numbers = [self._interrupts.came, failed, digits_of(given), *self._comparison.hashes(flat)]
         values, facts = exchange(self.world, problem, value, numbers)
         self.interrupted = bool(facts[:, 0].any())
         if facts[:, 1].any():
-            reasons = self.world.allgather_object(failure)
+            reasons = self.world.allgather_object(reason)
             rank = next(rank for rank, reason in enumerate(reasons) if reason)
             self.culprits = failure_in_words(self.minimizer, reasons[rank], rank if self.world.size > 1 else None)
             return None
@@ -159,7 +166,7 @@ class MeshRanks:
             check_identical("values", values)
         self._comparison.check(what, flat, facts[:, 3:])
         flat = self._unknowns.arranged(flat)
-        return flat, _sum(values.tolist()) if self._sums else float(values[0]), int(facts[:, 2].min())
+        return flat, sum_of_values(values.tolist()) if self._sums else float(values[0]), int(facts[:, 2].min())
 
     def _own_part_of_sum(self, flat: Array) -> Array:
         """This rank's part of the sum of vectors over the data axis, and over the copies of tensors that are partial.
@@ -211,16 +218,6 @@ class MeshRanks:
         from mpishard.training.saving import load_checkpoint
 
         load_checkpoint(folder, self.parameters, self.optimizer)
-
-
-def _sum(values: list[float]) -> float:
-    """The sum, rounded once, so that the order of the ranks does not matter; not finite if a value is not."""
-    if not all(map(math.isfinite, values)):
-        return math.nan
-    try:
-        return math.fsum(values)
-    except OverflowError:
-        return math.inf
 
 
 # The results that must be identical on the user's ranks, their comparison, and the error where they differ.

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpishard.arguments import integer, reject_unknown, shown
-from mpishard.inverse.functions import Callback, Functions, Unknowns, Watch, on_any, opening
+from mpishard.inverse.finite_differences import FiniteDifferences
+from mpishard.inverse.functions import Attempts, Callback, Functions, Watch, on_any, opening
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, make_method
 from mpishard.inverse.reverse_communication import EvaluationRequest, OneProcess, ReverseCommunication
+from mpishard.inverse.unknowns import Unknowns, copy_of_point
 from mpishard.minimizers.method import Method
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ def minimize(
     x0: Any,
     args: Any = (),
     method: str | Method = "L-BFGS-B",
-    jac: bool | Callable[..., Any] = True,
+    jac: bool | str | Callable[..., Any] = True,
     hess: Callable[..., Any] | None = None,
     hessp: Callable[..., Any] | None = None,
     bounds: Any = None,
@@ -54,7 +56,7 @@ def minimize(
     fun : callable
         ``fun(x, *args)`` returns the value and the gradient, or with another `jac` the value.  On a mesh all ranks call
         it for the same point; see `reduction`.
-    x0 : array, FlatParameters, or dict, list or tuple of arrays
+    x0 : array, FlatParameters, Partition, or dict, list or tuple of arrays or of Partitions
         The start.  An array is copied and seen as flat; `fun` gets a flat copy of each point.  A FlatParameters is
         changed in place; `fun` gets it, to read its tensors by name, and may return the gradient by name, too.  Ranks
         start from the values of rank 0, with a warning if theirs differ.  A dictionary, list or tuple of arrays, also
@@ -62,15 +64,22 @@ def minimize(
         structure and return it, the result has it, and options of elements are given in it or as one number, bounds as
         one pair.  Its arrays have the paths to them as names, such as ``layers.0.weight``.  Complex arrays count as
         pairs of real numbers: the gradient by ``z = a + ib`` is ``df/da + i df/db``, as that of PyTorch; that of JAX is
-        its conjugate.
+        its conjugate.  With a `Partition` all arrays, those of options and of the result, too, are of this rank's part.
     args : tuple
         Further arguments of `fun`, `jac`, `hess` and `hessp`.
     method : str or Method
         ``"L-BFGS-B"``, ``"L-BFGS"``, ``"CG"``, ``"Newton-CG"`` or ``"trust-ncg"``, in upper or lower case; or a method
         such as ``mpishard.LBFGSB(history=20)``.  ``"Newton-CG"`` is another name of ``"trust-ncg"``: both are
         `TruncatedNewton`, with a trust region and bounds; with the first `tol` sets ``xtol`` too.
-    jac : True or callable
-        True: `fun` returns ``(value, gradient)``.  Else ``jac(x, *args)`` is the gradient.
+    jac : True, callable, "2-point" or "3-point"
+        True: `fun` returns ``(value, gradient)``.  A function: ``jac(x, *args)`` is the gradient.  A name: the gradient
+        is by finite differences, with the steps of SciPy's ``jac`` of this name and inside of the bounds; `fun` returns
+        the value, and is called once or twice more for each element that may move.  On a mesh groups of ranks (those
+        that have one place on the data axis; of ``Mesh()`` each rank is one) share the elements, and all ranks of a
+        group call `fun` for the same points: it may communicate over ``mesh.tensor``, and not beyond.  `x0` is whole on
+        all ranks, or a Partition.  The gradient has the same bits on any number of groups.  With ``reduction="sum"``
+        every group has its part of the value, and so calls `fun` for all elements.  ``nfev`` and ``maxfun`` count
+        points of the method, not the calls for the gradient there, which SciPy counts.  Not with `elastic`.
     hess : callable, optional
         ``hess(x, *args)``: the Hessian, or a Gauss-Newton approximation of it, for the Newton methods: an array, a
         sparse matrix as SciPy's, or an operator with ``shape`` and ``matvec(v)``, such as
@@ -94,7 +103,10 @@ def minimize(
     options : dict, optional
         By SciPy's names and with its defaults: ``maxiter``, ``maxfun``, ``gtol``, ``ftol``, ``maxcor``, ``maxls`` and
         so on, as far as the method has them.  ``disp=True`` shows a table with a line an iteration,
-        ``maxtime=seconds`` ends the loop after the iteration in which this time is over.
+        ``maxtime=seconds`` ends the loop after the iteration in which this time is over.  ``retries=n``: where `fun`,
+        `jac` or a Hessian product raises `EvaluationFailed`, it is called again for the same point, up to n times, on
+        the same ranks: with ``reduction="sum"`` on those that share the field, without `mesh` or with `samples` on this
+        one, else on all.  It is the same on all ranks; ``nfev`` counts points, not calls.
     mesh : Mesh, optional
         The ranks that minimise together.
     reduction : {None, "sum"}
@@ -162,10 +174,12 @@ def minimize(
                 "adjoint), where c(x) >= 0 becomes c(x) - s = 0 with unknowns s and bounds s >= 0"
             )
         watcher = Callback(callback)
-        functions = Functions(fun, jac, hessp, args, hess)
+        functions = Functions(fun, jac, hessp, args, hess, may_differ=True)
         functions.check_terms(reduction)
         workers = elastic_options(elastic, samples, reduction, mesh)
         unknowns = Unknowns(x0)
+        if functions.differences is not None:
+            _check_differences(functions, unknowns, workers is not None, mesh)
         if hess is not None and unknowns.is_split:
             raise ValueError(
                 "hess= needs all elements of x0, which is split over ranks; give hessp= of this rank's part"
@@ -174,6 +188,9 @@ def minimize(
             unknowns.check_no_partition("elastic=")
         chosen, loop = make_method(method, options, tol, unknowns.total, **unknowns.options(bounds, **known))
         same |= {"method": type(chosen), "reduction": reduction, "samples": samples, "elastic": elastic}
+        same |= {"retries": loop.retries, "jac": functions.differences}
+        if functions.differences is not None and mesh is not None:
+            unknowns.held_whole_by(mesh.place)
         same |= files_given(mesh, checkpoints, resume, record)
     ended = solve(
         functions,
@@ -189,6 +206,22 @@ def minimize(
         record=record,
     )
     return ended.result
+
+
+def _check_differences(functions: Functions, unknowns: Unknowns, is_elastic: bool, mesh: Mesh | None) -> None:
+    """Raise ValueError if a gradient cannot be by finite differences."""
+    name = functions.differences
+    if is_elastic:
+        raise ValueError(
+            f"jac={name!r} is for ranks that stay: leave elastic= and samples= out, or let fun return gradients"
+        )
+    if functions.has_terms:
+        raise ValueError(
+            f"jac={name!r} needs a fun that returns the value, and regularized returns (value, gradient): give jac=True"
+        )
+    if mesh is not None and mesh.pipeline.size > 1:
+        raise ValueError(f"jac={name!r} needs a mesh without a pipeline axis, got {mesh.sizes}")
+    unknowns.check_differences()
 
 
 class ElasticArguments(NamedTuple):
@@ -258,7 +291,11 @@ def solve(
         run = ElasticMinimization(functions, unknowns, method, mesh, elastic.samples, elastic.options, callback, loop)
         return run.run(checkpoints, resume, record)
     optimizer = ReverseCommunication(method, unknowns, mesh=mesh, reduction=reduction)
-    return run_loop(optimizer, functions, unknowns, callback, loop, checkpoints, resume, record)
+    differences = None
+    if functions.differences is not None:
+        sums = reduction == "sum"
+        differences = FiniteDifferences(functions, unknowns, optimizer.run, mesh, sums, loop.retries)
+    return run_loop(optimizer, functions, unknowns, callback, loop, checkpoints, resume, record, differences)
 
 
 def run_loop(
@@ -270,10 +307,11 @@ def run_loop(
     checkpoints: Checkpoints | None = None,
     resume: bool = False,
     record: RunRecord | None = None,
+    differences: FiniteDifferences | None = None,
 ) -> MinimizationOutcome:
     """Minimise by an optimizer that has begun, until it, the callback, the time or a signal ends the loop.
 
-    Collective over its mesh.
+    Collective over its mesh. `differences` give gradients in place of the functions.
     """
     ranks = optimizer.run
     files: RunFiles | None = None
@@ -283,6 +321,12 @@ def run_loop(
         files = RunFiles(ranks, checkpoints, resume, record)
     table = Table(shown=on_any(ranks.world, loop.disp) and ranks.world.rank == 0)
     watch = Watch(ranks.world, callback, loop.maxtime)
+    attempts = Attempts(ranks.together, loop.retries)
+
+    def outcome(request: EvaluationRequest) -> tuple[float, Any, BaseException | None]:
+        if differences is not None and request.direction is None:
+            return differences(request.x)
+        return _outcome(functions, attempts, request)
 
     def intermediate() -> OptimizeResult:
         progress, x = optimizer.progress, unknowns.shown_to_user()  # the point is still that of the last request
@@ -291,9 +335,9 @@ def run_loop(
     with ranks.watching():
         if files is not None and files.needs_check:
             best = EvaluationRequest(optimizer.gather_result().x)
-            files.check_function(*_outcome(functions, best))
+            files.check_function(*outcome(best))
         while (request := optimizer.ask()) is not None:
-            optimizer.tell_outcome(*_outcome(functions, request))
+            optimizer.tell_outcome(*outcome(request))
             progress = optimizer.progress
             if progress.accepted or (request.direction is None and progress.evaluations == 1):
                 table.row(progress)
@@ -310,11 +354,20 @@ def run_loop(
     return MinimizationOutcome(result, optimizer.progress, optimizer.stop_reason)
 
 
-def _outcome(functions: Functions, request: EvaluationRequest) -> tuple[float, Any, BaseException | None]:
+def _outcome(
+    functions: Functions, attempts: Attempts, request: EvaluationRequest
+) -> tuple[float, Any, BaseException | None]:
     """The value and the vector that are wanted, or the error of the user's function, of which all ranks learn."""
-    try:
+
+    def call() -> tuple[float, Any]:
+        # A call that fails may have changed what it was given.
+        given: Callable[[Any], Any] = copy_of_point if attempts.retries else lambda each: each
         if request.direction is None:
-            return (*functions.value_and_gradient(request.x), None)
-        return 0.0, functions.product(request.x, request.direction), None
-    except (Exception, SystemExit) as error:
-        return 0.0, None, error
+            return functions.value_and_gradient(given(request.x))
+        return 0.0, functions.product(given(request.x), given(request.direction))
+
+    value, vector = 0.0, None
+    attempt = attempts(call)
+    if attempt.problem is None:
+        value, vector = attempt.found
+    return value, vector, attempt.problem

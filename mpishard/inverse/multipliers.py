@@ -13,10 +13,11 @@ import numpy as np
 from mpishard.arguments import integer, number, reject_unknown, shown
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import OneRank, raised_on_all
-from mpishard.inverse.functions import Callback, Functions, Unknowns, Watch, opening, world_of
+from mpishard.inverse.functions import Callback, Functions, Watch, opening, sum_of_values, world_of
 from mpishard.inverse.minimization import files_given, run_loop
 from mpishard.inverse.result import MinimizationOutcome, OptimizeResult, make_method
 from mpishard.inverse.reverse_communication import ReverseCommunication, begin_again
+from mpishard.inverse.unknowns import Unknowns
 from mpishard.minimizers.method import Method
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def augmented_lagrangian(
     Parameters
     ----------
     fun, x0 : as for `minimize`
-        The function and the start, which need not meet the constraints.
+        The function and the start, which need not meet the constraints.  With a `Partition` all arrays of points and
+        gradients are of this rank's part, also those of `adjoint` and of the result.
     constraints : callable
         ``constraints(x, *args)`` returns c, an array of as many numbers in each call.
     adjoint : callable
@@ -107,7 +109,8 @@ def augmented_lagrangian(
         None: `fun`, `constraints` and `adjoint` return the same on all ranks.  ``"sum"``: `fun` its part of value and
         gradient, as for `minimize`; `constraints` some of the constraints, on each rank others, any number, also none;
         and `adjoint` the product with their v, which is summed over the ranks.  With an `x0` that is split over the
-        tensor axis `adjoint` returns this rank's slices, as the gradient.
+        tensor axis, or a `Partition`, `adjoint` returns this rank's part, as the gradient: what the constraints of all
+        ranks of its group contribute.
     record : RunRecord, optional
         As for `minimize`.
     **elements
@@ -163,12 +166,13 @@ def augmented_lagrangian(
             if not callable(function):
                 raise TypeError(f"{name}={shown(function)} must be a function")
         unknowns = Unknowns(x0)
+        if mesh is None:
+            unknowns.check_not_split()
         given = {} if options is None else options
         if isinstance(given, Mapping) and "gtol" in given:
             raise ValueError("options={'gtol': ...} is chosen for each minimisation; gtol= is that of the last one")
         if isinstance(method, str) and isinstance(given, Mapping):
             given = {"ftol": 0.0, **given}
-        unknowns.check_no_partition("augmented_lagrangian")
         chosen, loop = make_method(method, given, None, unknowns.total, **unknowns.options(bounds, **known))
         if chosen.needs_products:
             raise ValueError(f"method={shown(method)} needs products with the Hessian; 'L-BFGS-B' and 'CG' do not")
@@ -181,6 +185,7 @@ def augmented_lagrangian(
         watcher = Callback(callback)
         same |= {"method": type(chosen), "reduction": reduction, "penalty": penalty, "gtol": gtol, "ctol": ctol}
         same |= {"maxiter": maxiter, "multipliers": multipliers is not None, **files_given(mesh, None, False, record)}
+        same["retries"] = loop.retries
     run.begin(multipliers)
 
     here, quiet = Functions(run.value_and_gradient, True, None, ()), Callback(None)
@@ -275,6 +280,10 @@ class _Multipliers:
         self.unknowns = unknowns
         self.world = world
         self._sums = reduction == "sum"
+        # The terms of all constraints are rounded once: the partition is no part of the result.
+        self._sums_here = self._sums and unknowns.is_cut_by_application
+        # Of ranks that share the unknowns, whose functions may wait for each other: after each one all must agree.
+        self._meeting = world if unknowns.is_split or self._sums_here else None
         self.penalty = 1.0
         self.multipliers: np.ndarray = np.empty(0)
         self.constr: np.ndarray = np.empty(0)  # at the unknowns
@@ -305,16 +314,30 @@ class _Multipliers:
         return constr
 
     def value_and_gradient(self, x: Any) -> tuple[float, Any]:
-        """The augmented Lagrangian, on a mesh with "sum" this rank's part of it. Not collective."""
+        """The augmented Lagrangian, on a mesh with "sum" this rank's part of it.
+
+        Collective if the unknowns are split or cut by the application, and only then.
+        """
         unknowns = self.unknowns  # whose values are those of x
-        value, gradient = self._functions.value_and_gradient(x)
-        constr = self._of_point()
+        with raised_on_all(self._meeting):
+            value, gradient = self._functions.value_and_gradient(x)
+            flat = unknowns.vector("the gradient", gradient)
+        with raised_on_all(self._meeting):
+            constr = self._of_point()
         multipliers = self.multipliers - self.penalty * constr
-        product = self._adjoint(unknowns.shown_to_user(), multipliers, *self._args)
-        flat = unknowns.vector("the gradient", gradient) - unknowns.vector("the product of adjoint", product)
+        with raised_on_all(self._meeting):
+            product = self._adjoint(unknowns.shown_to_user(), multipliers, *self._args)
+            flat = flat - unknowns.vector("the product of adjoint", product)
         terms = constr * (0.5 * self.penalty * constr - self.multipliers)
-        added = math.fsum(terms) if np.isfinite(terms).all() else math.nan
-        return value + added, unknowns.like_x0(flat)
+        total = self._total(value, terms) if self._sums_here else math.nan
+        if math.isfinite(total):
+            return total if self.world.rank == 0 else 0.0, unknowns.like_x0(flat)
+        return value + sum_of_values(terms), unknowns.like_x0(flat)
+
+    def _total(self, value: float, terms: np.ndarray) -> float:
+        """The values of all ranks, and the terms of all, as one process adds them up."""
+        values, parts = zip(*self.world.allgather_object((value, _exact_parts(terms))), strict=True)
+        return sum_of_values(values) + sum_of_values([part for each in parts for part in each])
 
     def measure(self) -> None:
         """Evaluate the constraints at the unknowns."""
@@ -337,9 +360,7 @@ class _Multipliers:
         with raised_on_all(self.world):
             value, _ = self._functions.value_and_gradient(self.unknowns.shown_to_user())
         values = self.world.allgather_object(value)
-        if not self._sums:
-            return float(values[0])
-        return math.fsum(values) if np.isfinite(values).all() else math.nan
+        return sum_of_values(values) if self._sums else float(values[0])
 
     def intermediate(self, iterations: int, evaluations: int) -> OptimizeResult:
         """The result after a minimisation, for the callback. Not collective."""
@@ -351,6 +372,16 @@ class _Multipliers:
             nit=iterations,
             nfev=evaluations,
         )
+
+
+def _exact_parts(numbers: np.ndarray) -> list[float]:
+    """A few numbers whose sum is exactly that of many; the last one is not finite if one of many is not."""
+    parts: list[float] = []
+    rest = sum_of_values(numbers)
+    while rest:
+        parts.append(rest)
+        rest = sum_of_values(np.append(numbers, np.negative(parts))) if math.isfinite(rest) else 0.0
+    return parts
 
 
 def _reals(what: str, given: Any) -> np.ndarray:

@@ -12,20 +12,22 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
 from mpishard.arguments import shown
 from mpishard.backend import exact, exact_gram
 from mpishard.backend.exact import largest
 from mpishard.backend.exact_gram import ExactGram, SparseRows
 from mpishard.comm.errors import OneRank, raised_on_all
-from mpishard.inverse.functions import has_names
-from mpishard.inverse.trees import Tree, is_tree
+from mpishard.inverse.finite_differences import DIFFERENCES, moves_of, slope_of, steps_of
+from mpishard.inverse.functions import EvaluationFailed
+from mpishard.inverse.trees import is_tree
+from mpishard.inverse.unknowns import Unknowns, has_names
 
 if TYPE_CHECKING:
     from mpishard.comm.axis import Axis
 
 Array = Any
-DIFFERENCES = {"2-point": 1 / 2, "3-point": 1 / 3, "cs": 1 / 2}  # powers of the rounding error for the step
 _EPSILON = float(np.finfo(np.float64).eps)
 _POINTS = 2  # whose Jacobians are kept: the last iterate and a trial
 
@@ -108,8 +110,8 @@ class Loss:
 class ResidualFunctions:
     """The residuals and their Jacobian on this rank, from functions as for `least_squares`.
 
-    `jac` may be the name of a finite difference, with relative `steps` inside of the bounds `lower` and `upper`. With a
-    `tree` they get points as trees, and here are flat.
+    `jac` may be the name of a finite difference, with relative `steps` inside of the bounds `lower` and `upper`. They
+    get points in the form of `unknowns`; here these are flat, but for a FlatParameters.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class ResidualFunctions:
         steps: Array | None,
         lower: Array,
         upper: Array,
-        tree: Tree | None = None,
+        unknowns: Unknowns,
     ) -> None:
         if not callable(fun):
             raise TypeError(f"fun={shown(fun)} must be a function that returns the residuals")
@@ -133,7 +135,7 @@ class ResidualFunctions:
         self._fun, self._jac = fun, jac
         self._args, self._kwargs = args if isinstance(args, tuple) else (args,), dict(kwargs or {})
         self._steps, self._lower, self._upper = steps, lower, upper
-        self._tree = tree
+        self._unknowns = unknowns
         self._count = -1  # of residuals, in the first call
         self.epsilon = _EPSILON  # the relative rounding error of the residuals
         self._at_start: tuple[bytes, Array, Any] | None = None  # point, residuals and Jacobian, until used
@@ -172,8 +174,8 @@ class ResidualFunctions:
         if not callable(self._jac):
             return self._differences(x, f, *samples)
         found = self._jac(self._shown(x), *samples, *self._args, **self._kwargs)
-        if self._tree is not None and is_tree(found):
-            found = self._tree.columns("jac", found, len(f))
+        if self._unknowns.tree is not None and is_tree(found):
+            found = self._unknowns.tree.columns("jac", found, len(f))
         size = size_on_rank(x)
         if hasattr(found, "tocsr") or (hasattr(found, "rmatvec") and hasattr(found, "matvec")):
             shape = tuple(found.shape)
@@ -190,16 +192,14 @@ class ResidualFunctions:
         return found
 
     def _shown(self, x: Any) -> Any:
-        """A copy of a point as the user's functions get it."""
-        return _copy(x) if self._tree is None else self._tree.of(_copy(x))
+        """A copy of a point as the user's functions get it; parameters with names stay what they are."""
+        return x if has_names(x) else self._unknowns.like_x0(x.copy())
 
     def _differences(self, x: Array, f: Array, *samples: Array) -> Array:
         """The Jacobian by finite differences inside of the bounds."""
-        power = DIFFERENCES[self._jac]
-        sign = np.where(x < 0, -1.0, 1.0)
-        steps = self.epsilon**power * sign * np.maximum(1.0, abs(x))
+        steps = steps_of(x, self.epsilon, self._jac)
         if self._steps is not None:
-            given = self._steps * sign * abs(x)
+            given = self._steps * np.where(x < 0, -1.0, 1.0) * abs(x)
             steps = np.where((x + given) - x == 0, steps, given)
         jacobian = np.empty((len(f), x.size))
         for k in range(x.size):
@@ -210,23 +210,11 @@ class ResidualFunctions:
         if self._jac == "cs":
             point = x.astype(np.complex128)
             point[k] += abs(step) * 1j
-            found = np.asarray(self._fun(point, *samples, *self._args, **self._kwargs))
-            return found.reshape(-1).imag / abs(step)
-        below, above = float(x[k] - self._lower[k]), float(self._upper[k] - x[k])
-        away = 1.0 if above >= below else -1.0  # from the nearer bound
-        if self._jac == "2-point":
-            if not -below <= step <= above:
-                step = -step if abs(step) <= max(below, above) else away * max(below, above)
-            found, moved = self._moved(x, k, step, *samples)
-            return (found - f) / moved
-        step = abs(step)
-        if step <= min(below, above):
-            (after, one), (before, other) = self._moved(x, k, step, *samples), self._moved(x, k, -step, *samples)
-            return (after - before) / (one - other)
-        step = away * min(step, 0.5 * max(below, above))
-        (near, one), (far, two) = self._moved(x, k, step, *samples), self._moved(x, k, 2 * step, *samples)
-        # The slope at 0 of the parabola through three points.
-        return (near - f) / one * (two / (two - one)) - (far - f) / two * (one / (two - one))
+            values = np.asarray(self._fun(point, *samples, *self._args, **self._kwargs))
+            return values.reshape(-1).imag / abs(step)
+        moves = moves_of(self._jac, step, float(x[k] - self._lower[k]), float(self._upper[k] - x[k]))
+        moved, distances = zip(*(self._moved(x, k, move, *samples) for move in moves), strict=True)
+        return slope_of(f, moved, distances)
 
     def _moved(self, x: Array, k: int, step: float, *samples: Array) -> tuple[Array, float]:
         """The residuals where one unknown has moved, and the distance."""
@@ -242,11 +230,6 @@ def size_on_rank(x: Any) -> int:
 
 def _flat(x: Any) -> Array:
     return x.flat if has_names(x) else x
-
-
-def _copy(x: Any) -> Any:
-    """A point that `fun` may change; parameters with names stay what they are."""
-    return x.copy() if isinstance(x, np.ndarray) else x
 
 
 def _numbers(what: str, found: Any) -> np.ndarray:
@@ -287,14 +270,21 @@ class Rows:
         self.f: Array = np.empty(0)  # this rank's residuals at the point of the last cost
         self.accepted: Array = self.f  # and at the point of the last products
         self.jacobian: Array = np.empty((0, 0))  # this rank's rows there, weighted by the loss
+        self._has_begun = False  # the residuals at the start are known
         exact.expect_dots(np.dtype(np.float64))
 
     def cost(self, x: Array) -> float:
-        """Infinite or NaN where the residuals of a rank are not finite.  Collective."""
-        with raised_on_all(self.world):
-            self.f = self._functions.residuals(x)
-            with np.errstate(all="ignore"):
-                values = self._loss.values(self.f)
+        """Infinite or NaN where the residuals of a rank are not finite, or have failed at a trial.  Collective."""
+        try:
+            with raised_on_all(self.world):
+                self.f = self._functions.residuals(x)
+                with np.errstate(all="ignore"):
+                    values = self._loss.values(self.f)
+        except EvaluationFailed:
+            if not self._has_begun:
+                raise
+            return math.inf
+        self._has_begun = True
         return 0.5 * sum_of_losses(self._loss, values, self._functions, self.world)
 
     def gram(self, x: Array) -> ExactGram:
@@ -379,31 +369,40 @@ def summed(rows: SparseRows, factors: Array, world: Axis | OneRank) -> Array:
 class GaussNewtonFunctions:
     """The cost with its gradient, and products with the Gauss-Newton matrix. Collective over the ranks of `world`.
 
-    `world`: the ranks whose rows are summed here. With `parts` gradients stay parts, and only the cost is summed: it is
-    returned on the first rank alone.
+    `world`: the ranks whose rows are summed here. Where `unknowns` are a rank's part, gradients stay parts, and only
+    the cost is summed: it is returned on the first rank alone. Points, directions, gradients and products have the form
+    that `unknowns` give them.
     """
 
-    def __init__(self, functions: ResidualFunctions, loss: Loss, world: Axis | OneRank, parts: bool = False) -> None:
-        self._functions, self._loss, self._world, self._parts = functions, loss, world, parts
+    def __init__(self, functions: ResidualFunctions, loss: Loss, world: Axis | OneRank, unknowns: Unknowns) -> None:
+        self._functions, self._loss, self._world, self._unknowns = functions, loss, world, unknowns
+        self._parts = unknowns.is_split
+        # Of ranks that share the unknowns, whose functions may wait for each other: after each one all must agree.
+        self._meeting = world if self._parts else None
         self._kept: OrderedDict[bytes, dict[bytes, _Linearized]] = OrderedDict()
 
-    def value_and_gradient(self, x: Any, *samples: Array) -> tuple[float, Array]:
+    def value_and_gradient(self, x: Any, *samples: Array) -> tuple[float, Any]:
+        x, key = self._point(x)
         with raised_on_all(self._world):
-            here = self.linearized(x, *samples)
+            here = self._linearized(x, key, *samples)
             with np.errstate(all="ignore"):
                 values = self._loss.values(here.f)
             rows, factors = here.weighted(here.of_gradient * here.f, size_on_rank(x))
         value = 0.5 * sum_of_losses(self._loss, values, self._functions, self._world)
         if self._parts and self._world.rank:
             value = 0.0
-        return value, self._rounded(self._sum(rows, factors))
+        return value, self._unknowns.like_x0(self._rounded(self._sum(rows, factors)))
 
-    def product(self, x: Any, direction: Array, *samples: Array) -> Array:
+    def product(self, x: Any, direction: Any, *samples: Array) -> Any:
         """The Gauss-Newton matrix at a point times a direction."""
+        x, key = self._point(x)
+        direction = self._unknowns.vector("the direction", direction)
         with raised_on_all(self._world):
-            here = self.linearized(x, *samples)
-            rows, factors = here.weighted(here.of_hessian * here.times(direction), size_on_rank(x))
-        return self._sum(rows, factors)
+            here = self._linearized(x, key, *samples)
+            with raised_on_all(self._meeting):
+                along = here.times(direction)
+            rows, factors = here.weighted(here.of_hessian * along, size_on_rank(x))
+        return self._unknowns.like_x0(self._sum(rows, factors))
 
     def _rounded(self, gradient: Array) -> Array:
         """The gradient as float32, if the residuals are no better: from its dtype the method knows their precision."""
@@ -419,20 +418,39 @@ class GaussNewtonFunctions:
 
     def linearized(self, x: Any, *samples: Array) -> _Linearized:
         """This rank's residuals and Jacobian at a point; those of the last two points are kept."""
-        key, which = np.ascontiguousarray(_flat(x)).tobytes(), b"".join(each.tobytes() for each in samples)
+        return self._linearized(*self._point(x), *samples)
+
+    def _point(self, x: Any) -> tuple[Any, bytes]:
+        """A point as `ResidualFunctions` take it, and what tells it from others.
+
+        Of parts that is of all ranks: one whose part has not moved must call the functions where others call them.
+        """
+        x = x if has_names(x) else self._unknowns.vector("x", x)
+        own = np.ascontiguousarray(_flat(x)).tobytes()
+        if not self._parts:
+            return x, own
+        total = np.array([xxhash.xxh3_64_intdigest(own, seed=self._world.rank)], np.uint64).view(np.int64)
+        return x, self._world.all_reduce(total, label="control").tobytes()
+
+    def _linearized(self, x: Any, key: bytes, *samples: Array) -> _Linearized:
+        which = b"".join(each.tobytes() for each in samples)
         here = self._kept.setdefault(key, {})
         self._kept.move_to_end(key)
         while len(self._kept) > _POINTS:
             self._kept.popitem(last=False)
         if which not in here:
-            f = self._functions.residuals(x, *samples)
-            here[which] = _Linearized(f, self._functions.jacobian(x, f, *samples), self._loss)
+            with raised_on_all(self._meeting):
+                f = self._functions.residuals(x, *samples)
+            with raised_on_all(self._meeting):
+                found = _Linearized(f, self._functions.jacobian(x, f, *samples), self._loss)
+            here[which] = found
         return here[which]
 
     def column_scale(self, x: Array) -> Array:
         """The inverse squares of the norms of the columns of J, as the diagonal of a preconditioner."""
+        x, key = self._point(x)
         with raised_on_all(self._world):
-            here = self.linearized(x)
+            here = self._linearized(x, key)
             if here.rows is None:
                 raise ValueError(
                     "x_scale='jac' needs the columns of the Jacobian, and jac returned an operator; give x_scale as "

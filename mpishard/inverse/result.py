@@ -224,6 +224,7 @@ class LoopOptions:
 
     disp: bool = False  # show a table
     maxtime: float | None = None  # stop after the iteration in which this number of seconds is over
+    retries: int = 0  # how often an evaluation that has failed is tried again
 
 
 def make_method(
@@ -285,7 +286,7 @@ def _loop_options(options: Mapping[str, Any]) -> LoopOptions:
         disp = bool(integer("disp", disp)) if not isinstance(disp, bool) else flag("disp", disp)
     if maxtime is not None:
         maxtime = number("maxtime", maxtime, least=0, finite=False)
-    return LoopOptions(bool(disp), maxtime)
+    return LoopOptions(bool(disp), maxtime, integer("retries", options.get("retries", 0), least=0))
 
 
 def _known(names: set[str]) -> list[str]:

@@ -22,15 +22,9 @@ import numpy as np
 from mpishard.arguments import printable, reject_unknown, shown
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import CaughtError, OneRank
-from mpishard.inverse.functions import (
-    EvaluationFailed,
-    Unknowns,
-    digits_of,
-    failure_in_words,
-    number_of,
-    opening,
-)
+from mpishard.inverse.functions import EvaluationFailed, digits_of, failure_in_words, number_of, opening
 from mpishard.inverse.result import OptimizeResult, make_method, result_of
+from mpishard.inverse.unknowns import Unknowns
 from mpishard.minimizers.elements import applied, check_inverse, operators, whole_limits
 from mpishard.minimizers.method import (
     ELEMENTS,
@@ -421,7 +415,7 @@ class OneProcess:
     def __init__(self, method: Method, unknowns: Unknowns) -> None:
         flat = unknowns.flat
         unknowns.check_not_split()
-        self.world = OneRank()
+        self.world = self.together = OneRank()
         self._method = method
         self._unknowns = unknowns
         self._rows = arrays.zeros((len(method.slots), unknowns.size), flat.dtype, like=flat)

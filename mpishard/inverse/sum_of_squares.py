@@ -7,17 +7,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpishard.arguments import integer, mapping, number, shown
 from mpishard.comm.errors import OneRank
-from mpishard.inverse.functions import Callback, Functions, Unknowns, Watch, opening, world_of
+from mpishard.inverse.functions import Callback, Functions, Watch, opening, world_of
 from mpishard.inverse.minimization import ElasticArguments, elastic_options, files_given, solve
 from mpishard.inverse.residuals import GaussNewtonFunctions, Loss, ResidualFunctions, Rows
 from mpishard.inverse.result import LoopOptions, OptimizeResult, pair_of_bounds
-from mpishard.inverse.trees import Tree
+from mpishard.inverse.unknowns import Unknowns
 from mpishard.minimizers.elements import whole_bounds, whole_elements
 from mpishard.minimizers.least_squares import (
     Options,
@@ -98,12 +99,16 @@ def least_squares(
     fun : callable
         ``fun(x, *args, **kwargs)`` returns the residuals, an array of one dimension.  On a mesh those of this rank: any
         number, which may differ between ranks, and be 0; as many in each call.  All ranks call it for the same points.
-    x0 : array, FlatParameters, or dict, list or tuple of arrays
+        Where it raises `mpishard.EvaluationFailed` at a trial, on any rank, the step is shortened.
+    x0 : array, FlatParameters, Partition, or dict, list or tuple of arrays
         The start.  An array is copied and seen as flat, in float64; ranks start from that of rank 0, with a warning if
         theirs differ.  A dictionary, list or tuple of arrays, also nested, is taken as by `minimize`; `jac` then
         returns such a structure of blocks ``(residuals, *shape)``, or a matrix whose columns are in the order of the
         arrays.  A FlatParameters is for ``"cg"``, is changed in place, and may be split over the tensor axis: then
-        products of the Jacobian take and give this rank's slices.
+        products of the Jacobian take and give this rank's slices.  A `Partition`, alone or several in a structure, is
+        for ``"cg"``, too: `fun` and `jac` get arrays of this rank's part, and bounds, `x_scale`, `preconditioner` and
+        arrays of the result are of it.  ``matvec(v)`` takes this part as a flat vector, the arrays end to end, and
+        ``rmatvec(u)`` gives it, with what the residuals of other ranks of the group contribute.  All ranks call both.
     jac : {"2-point", "3-point", "cs"} or callable
         ``jac(x, *args, **kwargs)`` returns the derivatives of the residuals of this rank, of shape (residuals,
         unknowns): an array; sparse rows, as SciPy's; or an operator with ``shape``, ``matvec(v)`` and ``rmatvec(u)``,
@@ -207,22 +212,23 @@ def least_squares(
     for_cg = {"preconditioner": preconditioner, "samples": samples, "elastic": elastic, "checkpoints": checkpoints}
     for_cg |= {"resume": resume, "record": record}
     with opening(mesh, "least_squares") as same:
+        unknowns = Unknowns(x0)
+        if mesh is None:
+            unknowns.check_not_split()
         settings = _Settings.checked(
-            Unknowns(x0), bounds, method, (ftol, xtol, gtol), x_scale, loss, f_scale, diff_step, max_nfev, verbose
+            unknowns, bounds, method, (ftol, xtol, gtol), x_scale, loss, f_scale, diff_step, max_nfev, verbose
         )
         watcher = Callback(callback)
-        functions = ResidualFunctions(
-            fun, jac, args, kwargs, settings.steps, settings.lower, settings.upper, settings.tree
-        )
+        functions = ResidualFunctions(fun, jac, args, kwargs, settings.steps, settings.lower, settings.upper, unknowns)
         losses = Loss(loss, settings.f_scale)
-        chosen = _solver(tr_solver, method, jac, settings.is_named, for_cg | {"tr_options": tr_options})
-        by_products = _ConjugateGradients.checked(settings, x0, tr_options, mesh, **for_cg)
-        same |= {"x0": f"{settings.start.size} elements", "method": method, "jac": jac, "loss": loss}
+        chosen = _solver(tr_solver, method, jac, settings.cg_start, for_cg | {"tr_options": tr_options})
+        by_products = _ConjugateGradients.checked(settings, tr_options, mesh, **for_cg)
+        same |= {"x0": f"{unknowns.total} elements", "method": method, "jac": jac, "loss": loss}
         same |= {"f_scale": f_scale, "tr_solver": tr_solver, "samples": samples, "elastic": elastic}
-        if not settings.is_named:
+        if not settings.cg_start:
             same |= {"bounds": (settings.lower, settings.upper), **vars(settings.options)}
         same |= files_given(mesh, checkpoints, resume, record)
-    if mesh is not None and not (elastic or settings.is_named):  # those start together by themselves
+    if mesh is not None and not (elastic or settings.cg_start):  # those start together by themselves
         from mpishard.inverse.mesh_run import broadcast_start
 
         broadcast_start(mesh, settings.start)
@@ -242,15 +248,18 @@ def least_squares(
     return settings.with_trees(_run(settings, rows, watcher, files))
 
 
-def _solver(given: Any, method: str, jac: Any, is_named: bool, for_cg: Mapping[str, Any]) -> str | None:
-    """The way in which steps are found: "exact" or "cg"; None: it depends on the result of `jac`."""
+def _solver(given: Any, method: str, jac: Any, start: str, for_cg: Mapping[str, Any]) -> str | None:
+    """The way in which steps are found: "exact" or "cg"; None: it depends on the result of `jac`.
+
+    `start` is what the start is if that is for "cg" alone, else empty.
+    """
     if given not in (None, "exact", "cg"):
         raise ValueError(
             f"tr_solver={shown(given)} must be None, 'exact' or 'cg', conjugate gradients with products of the Jacobian"
         )
     common = ("checkpoints", "resume")
     reasons = [name for name, value in for_cg.items() if not (value is None or value is False or name in common)]
-    reasons += ["x0 with names"] if is_named else []
+    reasons += [start] if start else []
     if not (reasons or given == "cg"):
         return "exact" if method == "lm" or not callable(jac) else given
     what = reasons[0] if reasons else "tr_solver='cg'"
@@ -258,8 +267,8 @@ def _solver(given: Any, method: str, jac: Any, is_named: bool, for_cg: Mapping[s
         exact, other = ("method='lm'", "method='trf'") if method == "lm" else ("tr_solver='exact'", "tr_solver='cg'")
         hint = f"; {exact} continues after a death by checkpoints= and resume=True" * (what in ("samples", "elastic"))
         raise ValueError(f"{what} is not for {exact}; {other} takes it{hint}")
-    if not callable(jac) and is_named:
-        raise ValueError(f"jac={shown(jac)} is for arrays; an x0 with names needs a function that returns the Jacobian")
+    if not callable(jac) and start:
+        raise ValueError(f"jac={shown(jac)} is for arrays; {start} needs a function that returns the Jacobian")
     return "cg"
 
 
@@ -267,7 +276,8 @@ def _solver(given: Any, method: str, jac: Any, is_named: bool, for_cg: Mapping[s
 class _Settings:
     """The arguments, checked."""
 
-    start: np.ndarray
+    unknowns: Unknowns
+    start: np.ndarray  # flat, in the order that the user sees
     lower: np.ndarray
     upper: np.ndarray
     method: str
@@ -275,9 +285,8 @@ class _Settings:
     f_scale: float
     steps: np.ndarray | None
     verbose: int
-    bounds: Any  # as they were given
-    is_named: bool  # the start is a FlatParameters, whose bounds are checked where it is minimised
-    tree: Tree | None
+    bounds: Any  # as they were given; those of a FlatParameters are checked where it is minimised
+    is_scaled: bool  # x_scale is given
 
     @classmethod
     def checked(
@@ -293,15 +302,14 @@ class _Settings:
         max_nfev: Any,
         verbose: Any,
     ) -> _Settings:
-        is_named, size = unknowns.parameters is not None, unknowns.size
-        tree = unknowns.tree
+        size, tree = unknowns.given_size, unknowns.tree
         if tree is not None and tree.complex_leaf is not None:
             raise TypeError("x0 is complex, and least_squares takes real numbers; give real and imaginary parts apart")
-        start = np.array(unknowns.flat, np.float64)
+        start = np.array(unknowns.shown, np.float64)
         if method not in _METHODS:
             raise ValueError(f"method={shown(method)} must be 'trf' or 'lm'; there is no other")
         lower, upper = np.full(size, -np.inf), np.full(size, np.inf)
-        if not is_named:
+        if unknowns.parameters is None:
             lower, upper = _bounds(bounds, unknowns)
             _check_start(start, lower, upper)
             start = strictly_inside(start, lower, upper, 1e-10)
@@ -322,9 +330,33 @@ class _Settings:
             x_scale = x_scale if isinstance(x_scale, str) else tree.by_name("x_scale", x_scale)
             diff_step = tree.by_name("diff_step", diff_step)
         scale = _scale(x_scale, method, unknowns)
-        steps = whole_elements("diff_step", diff_step, unknowns.specs, _FLOAT, missing=0)
+        steps = whole_elements("diff_step", diff_step, unknowns.option_specs, _FLOAT, missing=0)
         options = Options(ftol, xtol, gtol, max_nfev, scale)
-        return cls(start, lower, upper, method, options, f_scale, steps, verbose, bounds, is_named, tree)
+        is_scaled = x_scale is not None
+        return cls(unknowns, start, lower, upper, method, options, f_scale, steps, verbose, bounds, is_scaled)
+
+    @property
+    def cg_start(self) -> str:
+        """What the start is, for messages, if it is for conjugate gradients alone; else empty."""
+        if self.unknowns.has_fields:
+            return "a Partition as x0"
+        return "" if self.unknowns.parameters is None else "an x0 with names"
+
+    # Where ranks have options of their own elements, what was given decides, and not its values: all must decide alike.
+
+    @property
+    def scales(self) -> bool:
+        """Return True if the unknowns have a scale."""
+        if self.options.scale is None or self.unknowns.is_cut_by_application:
+            return self.options.scale is not None and self.is_scaled
+        return bool((self.options.scale != 1).any())
+
+    @property
+    def limits(self) -> bool:
+        """Return True if there are bounds, those of a FlatParameters apart."""
+        if self.unknowns.has_fields:
+            return not _is_unbounded(self.bounds)
+        return bool(np.isfinite(self.lower).any() or np.isfinite(self.upper).any())
 
     def iterate(self, rows: Rows, saved: State | None) -> Iterator[State]:
         """The method at work, from the start or from a saved state."""
@@ -334,10 +366,10 @@ class _Settings:
         return reflective(rows, start, self.lower, self.upper, self.options)
 
     def with_trees(self, result: OptimizeResult) -> OptimizeResult:
-        """A result with trees where it has vectors like the start, if that is a tree."""
-        if self.tree is not None:
+        """A result with trees where it has vectors like the start, if that is a tree of whole arrays."""
+        if self.unknowns.tree is not None and not self.unknowns.has_fields:
             like_x0 = {name: result[name] for name in ("x", "grad", "active_mask") if name in result}
-            result |= {name: self.tree.of(vector) for name, vector in like_x0.items()}
+            result |= {name: self.unknowns.like_x0(vector) for name, vector in like_x0.items()}
         return result
 
     def active_mask(self, x: np.ndarray) -> np.ndarray:
@@ -359,15 +391,23 @@ def _bounds(bounds: Any, unknowns: Unknowns) -> tuple[np.ndarray, np.ndarray]:
         bounds = bounds.lb, bounds.ub
     elif isinstance(bounds, str | Mapping) or not hasattr(bounds, "__len__") or len(bounds) != 2:
         raise ValueError(
-            f"bounds={shown(bounds)} must be (lower, upper), each a number or an array of {unknowns.size} elements, or "
-            "scipy.optimize.Bounds"
+            f"bounds={shown(bounds)} must be (lower, upper), each a number or an array of {unknowns.given_size} "
+            "elements, or scipy.optimize.Bounds"
         )
-    pair = whole_bounds(bounds if isinstance(bounds, Mapping) else tuple(bounds), unknowns.specs, _FLOAT)
+    pair = whole_bounds(bounds if isinstance(bounds, Mapping) else tuple(bounds), unknowns.option_specs, _FLOAT)
     lower, upper = (
-        np.full(unknowns.size, none) if each is None else np.broadcast_to(each, unknowns.size).copy()
+        np.full(unknowns.given_size, none) if each is None else np.broadcast_to(each, unknowns.given_size).copy()
         for each, none in zip(pair, (-np.inf, np.inf), strict=True)
     )
     return lower, upper
+
+
+def _is_unbounded(bounds: Any) -> bool:
+    """Return True for bounds that `_bounds` takes if they are none, or one pair of infinite numbers."""
+    pair = (bounds.lb, bounds.ub) if hasattr(bounds, "lb") and hasattr(bounds, "ub") else bounds
+    if pair is None or isinstance(pair, Mapping):
+        return pair is None
+    return all(each is None or (isinstance(each, Real) and math.isinf(each)) for each in pair)
 
 
 def _check_start(start: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> None:
@@ -394,7 +434,7 @@ def _scale(x_scale: Any, method: str, unknowns: Unknowns) -> np.ndarray | None:
         if x_scale != "jac":
             raise ValueError(f"x_scale={shown(x_scale)} must be 'jac', or positive numbers")
         return None
-    scale = whole_elements("x_scale", x_scale, unknowns.specs, _FLOAT, missing=1)
+    scale = whole_elements("x_scale", x_scale, unknowns.option_specs, _FLOAT, missing=1)
     assert scale is not None
     if not ((scale > 0) & np.isfinite(scale)).all():
         k = int(np.flatnonzero(~((scale > 0) & np.isfinite(scale)))[0])
@@ -407,7 +447,6 @@ class _ConjugateGradients:
     """A minimisation of many unknowns by conjugate gradients, in the loop of `minimize`."""
 
     settings: _Settings
-    x0: Any
     method: GaussNewton
     scales_by_columns: bool
     mesh: Mesh | None
@@ -420,7 +459,6 @@ class _ConjugateGradients:
     def checked(
         cls,
         settings: _Settings,
-        x0: Any,
         tr_options: Any,
         mesh: Mesh | None,
         preconditioner: Any,
@@ -434,54 +472,60 @@ class _ConjugateGradients:
         for name in given:
             if name not in _TR_OPTIONS:
                 raise ValueError(f"tr_options has no option {name!r}; its options are {', '.join(_TR_OPTIONS)}")
-        options, named = settings.options, settings.is_named
+        options, unknowns = settings.options, settings.unknowns
         by_columns = preconditioner is None and options.scale is None and settings.method != "lm"
         if preconditioner is not None and not (options.scale is not None and (options.scale == 1).all()):
             raise ValueError("x_scale and preconditioner are both the scale of the unknowns; give one of them")
-        if by_columns and (samples is not None or named):
-            what = "samples=" if samples is not None else "an x0 with names"
+        if by_columns and (samples is not None or settings.cg_start):
+            what = "samples=" if samples is not None else settings.cg_start
             raise ValueError(f"x_scale='jac' is not for {what}; give x_scale as numbers, or preconditioner=")
-        if preconditioner is None and options.scale is not None and (options.scale != 1).any():
-            preconditioner = options.scale**2
-        if not named:
-            limits = np.isfinite(settings.lower).any() or np.isfinite(settings.upper).any()
-            bounds: Any = (settings.lower, settings.upper) if limits else None
-        else:
-            bounds = pair_of_bounds(settings.bounds, sum(spec.size for spec in x0.specs))
+        elements: dict[str, Any] = {"preconditioner": preconditioner, "bounds": None}
+        if settings.cg_start:
+            of_names = settings.bounds if unknowns.parameters is not None else None
+            elements = unknowns.options(of_names, preconditioner=preconditioner)
+        if preconditioner is None and settings.scales:
+            assert options.scale is not None
+            elements["preconditioner"] = unknowns.for_method(options.scale**2)
+        if settings.limits:
+            elements["bounds"] = unknowns.for_method((settings.lower, settings.upper))
         method = GaussNewton(
             gtol=options.gtol,
             ftol=options.ftol,
             xtol=options.xtol,
             maxiter=sys.maxsize,
             maxfun=options.max_nfev,
-            bounds=bounds,
-            preconditioner=preconditioner,
+            **elements,
             **given,
         )
         workers = elastic_options(elastic, samples, None, mesh)
-        start = x0 if named else settings.start
-        return cls(settings, start, method, by_columns, mesh, workers, checkpoints, resume, record)
+        if workers is not None:
+            unknowns.check_no_partition("elastic=")
+        return cls(settings, method, by_columns, mesh, workers, checkpoints, resume, record)
 
     def run(self, functions: ResidualFunctions, loss: Loss, callback: Callback) -> OptimizeResult:
         """Minimise in the loop of `minimize`. Collective over the mesh."""
         world = OneRank() if self.mesh is None or self.elastic is not None else self.mesh.world
-        unknowns = Unknowns(self.x0)
-        squares = GaussNewtonFunctions(functions, loss, world, parts=unknowns.is_split)
+        settings, unknowns = self.settings, self.settings.unknowns
+        if not settings.cg_start:
+            unknowns = Unknowns(settings.start)
+        elif unknowns.has_fields:
+            unknowns.take(settings.start)
+        squares = GaussNewtonFunctions(functions, loss, world, unknowns)
         method = self.method
         if self.scales_by_columns:
-            method = replace(method, preconditioner=squares.column_scale(self.x0))
+            method = replace(method, preconditioner=squares.column_scale(settings.start))
 
         def with_cost(intermediate_result: OptimizeResult) -> bool:
             found = intermediate_result
             made = OptimizeResult(x=found.x, cost=found.fun, nit=found.nit, nfev=found.nfev)
-            return callback(lambda: self.settings.with_trees(made))
+            return callback(lambda: settings.with_trees(made))
 
         ended = solve(
             Functions(squares.value_and_gradient, True, squares.product, ()),
             method,
             unknowns,
             Callback(with_cost if callback.is_given else None),
-            LoopOptions(disp=self.settings.verbose == 2),
+            LoopOptions(disp=settings.verbose == 2),
             mesh=self.mesh,
             reduction="sum" if unknowns.is_split else None,
             elastic=self.elastic,
@@ -497,10 +541,10 @@ class _ConjugateGradients:
         if self.elastic is None or self.elastic.samples is None:
             here = squares.linearized(found.x)
             result |= {"fun": here.f, "jac": here.jacobian}
-        if not self.settings.is_named:
-            result["active_mask"] = self.settings.active_mask(found.x)
-        message = _message(status, self.settings.options, progress.projected_norm) if status >= 0 else found.message
-        if self.settings.verbose == 1 and (self.mesh is None or self.mesh.rank == 0):
+        if unknowns.parameters is None:
+            result["active_mask"] = unknowns.like_x0(settings.active_mask(unknowns.vector("x", found.x)))
+        message = _message(status, settings.options, progress.projected_norm) if status >= 0 else found.message
+        if settings.verbose == 1 and (self.mesh is None or self.mesh.rank == 0):
             print(message, flush=True)
         result |= {"grad": found.jac, "optimality": progress.projected_norm, "nit": progress.iterations}
         result |= {"nfev": progress.evaluations, "njev": progress.evaluations, "nhev": progress.products}

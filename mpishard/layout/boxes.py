@@ -9,6 +9,7 @@ from math import prod
 from types import EllipsisType
 
 Box = tuple[tuple[int, int], ...]
+# Each dimension that is cut doubles the number of corners of a box.
 _MOST_CORNERS = 2**22
 
 

@@ -176,8 +176,8 @@ class Limits:
     product ``sum(weights * a * b)``; stop tests then look at ``gradient / weights``. The initial inverse Hessian comes
     in one of two forms, up to a factor that the method chooses. `scaling` is its diagonal p, which is positive.
     ``precondition(vector)`` is its product with a vector of this rank's elements, and collective; it must be symmetric
-    and positive definite. `solve` in place of
-    `weights` is the Riesz map of an inner product that is no diagonal, collective, too.
+    and positive definite. `solve` in place of `weights` is the Riesz map of an inner product that is no diagonal,
+    collective, too.
     """
 
     lower: Array | None = None

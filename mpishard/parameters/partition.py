@@ -37,7 +37,7 @@ class Partition:
     local : array
         The values of this rank, of any shape, also none; they are copied.  Numbers other than float32 become float64.
     mesh : Mesh
-        ``Mesh(tensor=4)``: four ranks share the field.
+        ``Mesh(tensor=4)``: four ranks share the field; or ``Mesh(space=comm)``: those of a communicator do.
     ids : array of int, optional
         The number of each value of `local` in the whole field, from 0, each once, where the order of the values depends
         on the partition.  Default: the values of rank 0 come first, then those of rank 1.

@@ -39,7 +39,7 @@ from mpishard.compression import (
 )
 from mpishard.data_parallel.full_state import decode
 
-pytestmark = pytest.mark.pairs(2)
+pytestmark = pytest.mark.pairs(1)
 
 # Compressed gradients: nothing is lost over the steps, all ranks stay alike, and less is sent.
 

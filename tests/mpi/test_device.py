@@ -30,7 +30,7 @@ from mpishard.backend import array as arrays
 from mpishard.layout.tensors import ParameterSpec
 
 pytestmark = [
-    pytest.mark.pairs(2),
+    pytest.mark.pairs(1),
     pytest.mark.filterwarnings("ignore:2 micro-batches for:UserWarning"),
     pytest.mark.filterwarnings("ignore:compute_dtype=.* on NumPy arrays:UserWarning"),
 ]

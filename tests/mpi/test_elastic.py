@@ -30,7 +30,7 @@ from mpishard.layout.run_state import RunState, Shard
 from mpishard.layout.tensors import Piece
 from mpishard.parameters.flat import FlatParameters
 
-pytestmark = pytest.mark.pairs(2)
+pytestmark = pytest.mark.pairs(1)
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
 DATA = np.random.default_rng(0).standard_normal((45, 300)).astype(np.float32)

@@ -14,7 +14,7 @@ from mpishard import AdamW, Checkpoints, ElasticOptimizer, ZeRO2Optimizer
 from mpishard.elastic.transactions import Transactions
 from mpishard.training.checkpoints import RunProgress
 
-pytestmark = pytest.mark.pairs(2)
+pytestmark = pytest.mark.pairs(1)
 
 
 class Run:

@@ -35,7 +35,7 @@ from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.launch.job_notes import RunLost
 from mpishard.layout.tensors import ModelParallelRank
 
-pytestmark = pytest.mark.pairs(2)
+pytestmark = pytest.mark.pairs(1)
 
 # Whole replicas leave and come back, and change no bit.
 

@@ -17,7 +17,7 @@ from mpishard.estimate.benchmark import measure_collectives
 from mpishard.estimate.profile import OPERATIONS
 from mpishard.nn import GPT, Llama, products
 
-pytestmark = pytest.mark.pairs(2)
+pytestmark = pytest.mark.pairs(1)
 
 # A vocabulary and a width that most sizes cut unevenly, and 24 heads, which all sizes divide.
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 67, 16, 72, 8, 24

@@ -17,7 +17,7 @@ import mpishard
 from mpishard import LAMB, SGD, AdamW, DDPOptimizer, HybridShardedOptimizer, Mesh, Muon, ShardingConfiguration, nn
 from mpishard.backend import array as arrays
 
-pytestmark = pytest.mark.pairs(2)
+pytestmark = pytest.mark.pairs(1)
 
 # Optimizers on meshes with tensor and pipeline ranks: every layout takes the step that one rank takes.
 

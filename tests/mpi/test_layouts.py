@@ -8,7 +8,7 @@ from grid_cases import MODELS, every_pair
 from mpi4py import MPI
 from variants import full, quick
 
-pytestmark = pytest.mark.pairs(2)
+pytestmark = pytest.mark.pairs(1)
 
 SIZE = MPI.COMM_WORLD.size
 

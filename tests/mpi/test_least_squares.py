@@ -14,7 +14,7 @@ from mpishard.inverse.mesh_run import LeastSquaresFiles
 from mpishard.minimizers.least_squares import Options, State
 from mpishard.record import Run
 
-pytestmark = pytest.mark.pairs(2)
+pytestmark = pytest.mark.pairs(1)
 
 CURVE, FIELD = Curve(), Diffusion()
 BUNDLE = Bundle(points=12, cameras=4, views=3)
@@ -107,6 +107,30 @@ def test_errors_of_one_rank_are_raised_on_all(mesh):
         least_squares(CURVE.residuals, CURVE.start, infinite, mesh=mesh)
     with pytest.raises(ValueError, match="ftol"):
         least_squares(CURVE.residuals, CURVE.start, CURVE.jacobian, ftol=-1 if mesh.rank == last else 1, mesh=mesh)
+
+
+@pytest.mark.parametrize("given", [{}, {"tr_solver": "cg"}, {"method": "lm"}])
+def test_a_failed_evaluation_shortens_the_step_on_all_ranks(mesh, same_on_all, given):
+    own = own_rows(mesh, 200)
+
+    def run(at_trial, trials=(2, 3)):
+        calls = []
+
+        def fun(x):
+            calls.append(x)
+            found = CURVE.residuals(x)[own]
+            return at_trial(found) if mesh.rank == 0 and len(calls) in trials else found
+
+        return least_squares(fun, CURVE.start, lambda x: CURVE.jacobian_rows(x)[own], mesh=mesh, **given)
+
+    def fails(found):
+        raise mpishard.EvaluationFailed("no convergence")
+
+    found, expected = run(fails), run(lambda found: np.full_like(found, np.inf))
+    assert all(np.array_equal(found[name], expected[name]) for name in SAME) and same_on_all(found.x)
+    assert np.array_equal(found.fun, expected.fun) and found.success
+    with pytest.raises(mpishard.EvaluationFailed, match="no convergence"):
+        run(fails, trials=(1,))
 
 
 def test_ranks_agree_on_arguments_and_take_one_start(mesh, same_on_all):

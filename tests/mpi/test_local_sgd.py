@@ -17,7 +17,7 @@ from mpishard.data.sampling import Sampler, share
 from mpishard.data_parallel.full_state import decode
 from mpishard.parameters.flat import FlatParameters
 
-pytestmark = pytest.mark.pairs(2)
+pytestmark = pytest.mark.pairs(1)
 
 # Workers that go their own ways and meet: against DDP, and against references in plain NumPy.
 

@@ -107,6 +107,87 @@ def test_an_error_of_all_ranks_is_reported_as_one(comm, monkeypatch, options):
     assert said[1].startswith(f"mpishard: rank {comm.rank} of {comm.size} failed and ends the job\n")
 
 
+# Meshes from communicators of an application.
+
+
+def application(comm, ways, strided, reverse=False):
+    """The communicators of `ways` groups, and across them, as an application makes them; and the places in them."""
+    size = comm.size // ways
+    group, place = (comm.rank % ways, comm.rank // ways) if strided else divmod(comm.rank, size)
+    if reverse:
+        group, place = ways - 1 - group, size - 1 - place
+    return comm.Split(group, place), comm.Split(place, group), group, place
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("strided, reverse", [(False, False), (True, False), (True, True)])
+def test_a_mesh_has_the_order_of_the_applications_communicators(comm, strided, reverse):
+    for ways in (each for each in range(1, comm.size + 1) if comm.size % each == 0):
+        space, groups, group, place = application(comm, ways, strided, reverse)
+        with mpishard.Mesh(comm, space=space, groups=groups) as mesh:
+            assert mesh.shape == {"pipeline": 1, "data": ways, "tensor": comm.size // ways}
+            assert (mesh.data.rank, mesh.tensor.rank) == (group, place) == (groups.rank, space.rank)
+            assert mesh.rank == group * mesh.tensor.size + place and mesh.size == comm.size
+            for axis, given in ((mesh.tensor, space), (mesh.data, groups)):
+                assert MPI.Comm.Compare(axis.comm, given) == MPI.CONGRUENT
+                assert axis.members == axis.comm.allgather(mesh.rank)
+        space.Barrier()  # the application keeps its own
+        groups.Barrier()
+        space.Free()
+        groups.Free()
+
+
+@several
+def test_groups_without_an_order_have_that_of_their_first_ranks(comm):
+    ways = 2 if comm.size % 2 == 0 else comm.size
+    space, groups, group, place = application(comm, ways, strided=True)
+    with mpishard.Mesh(comm, space=space) as mesh:
+        assert (mesh.data.rank, mesh.tensor.rank) == (group, place)
+    space.Free()
+    groups.Free()
+
+
+@several
+@pytest.mark.quick
+def test_communicators_that_make_no_grid_are_one_error_on_all_ranks(comm):
+    last = comm.rank == comm.size - 1
+    unequal = comm.Split(int(last), comm.rank)  # all ranks but the last, and the last
+    turned = comm.Split(0, -comm.rank)
+    alone, none = MPI.COMM_SELF, MPI.COMM_NULL
+    cases = [
+        ({"space": comm, "groups": comm}, rf"space and groups .*{comm.size} x {comm.size} is"),
+        ({"space": alone, "groups": alone}, rf"1 x 1 is 1, and comm has {comm.size}"),
+        ({"space": comm, "groups": alone} if last else {"space": comm}, rf"space and groups on rank {comm.size - 1}"),
+        ({} if last else {"space": comm}, rf"neither on rank {comm.size - 1}"),
+        ({"groups": comm}, "groups= .* space="),
+        ({"space": 3}, "space=3"),
+        ({"space": comm, "groups": none}, "groups is a null communicator"),
+        ({"space": comm, "tensor": comm.size}, f"tensor={comm.size}"),
+        ({"space": turned if last else comm, "groups": alone}, "of these give it"),
+    ]
+    if comm.size > 2:
+        words = rf"space .*{comm.size - 1} on ranks? .*1 on rank {comm.size - 1}"
+        cases.append(({"space": unequal, "groups": alone}, words))
+    for given, words in cases:
+        with pytest.raises((ValueError, TypeError), match=words):
+            mpishard.Mesh(comm, **given)
+    with pytest.raises(ValueError, match=rf"space has {comm.size - 1} ranks"):
+        mpishard.Mesh(MPI.COMM_SELF, space=comm)
+    if comm.size % 2 == 0 and comm.size > 2:  # the first group is upside down, and groups know nothing of that
+        half = comm.size // 2
+        group, place = divmod(comm.rank, half)
+        space = comm.Split(group, place if group else -place)
+        groups = comm.Split(place, group)
+        with pytest.raises(ValueError, match="ranks 0, .* share groups, but are"):
+            mpishard.Mesh(comm, space=space, groups=groups)
+        space.Free()
+        groups.Free()
+    unequal.Free()
+    turned.Free()
+    with mpishard.Mesh(comm, space=comm, groups=alone) as mesh:  # the communicators of all these were given back
+        assert mesh.tensor.size == comm.size
+
+
 @pytest.mark.parametrize("limit", ["soon", "0", "-3", "nan"])
 def test_bad_time_limits(comm, monkeypatch, limit):
     monkeypatch.setenv("MPISHARD_TIMEOUT", limit)

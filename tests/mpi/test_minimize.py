@@ -16,7 +16,7 @@ from mpishard.backend import array as arrays
 from mpishard.record import Run
 from mpishard.record.reading import began_after
 
-pytestmark = pytest.mark.pairs(2)
+pytestmark = pytest.mark.pairs(1)
 
 SIZE = 13
 START = np.where(np.arange(SIZE) % 2, 1.0, -1.2)
@@ -575,3 +575,260 @@ def test_what_fails_everywhere_but_at_the_start_says_so(mesh):
     found = minimize(fun, np.ones(3), mesh=mesh)
     assert (found.status, found.success) == (2, False) and "always" in found.message and "was 0" in found.message
     assert np.array_equal(found.x, np.ones(3)) and len(calls) < 30
+
+
+def test_the_message_says_at_which_step_length_the_last_success_was(mesh):
+    """Of a line search whose first trial had a value, though none that is accepted, and all others failed."""
+    calls = []
+
+    def fun(x):
+        calls.append(x.copy())
+        if len(calls) > 2:
+            raise mpishard.EvaluationFailed("always")
+        return float(x @ x) + 1e3 * (len(calls) == 2), 2 * x
+
+    start = np.ones(4)
+    found = minimize(fun, start, mesh=mesh)
+    step = (start - calls[1])[0] / 2  # along the gradient, which is 2
+    assert found.status == 2 and step > 0 and len(calls) < 30
+    assert f"{step:.3g}" in found.message and "always" in found.message
+
+
+def unsteady(fun, often):
+    """A function that fails so many times at each new point before it succeeds, and the points of its calls."""
+    points = []
+
+    def called(x, *more):
+        flat = x.tobytes()
+        points.append(flat)
+        if points.count(flat) <= often:
+            x[...] = np.nan  # a call that fails may leave anything in what it was given
+            raise mpishard.EvaluationFailed("by chance")
+        return fun(x, *more)
+
+    return called, points
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("reduction", [None, "sum"])
+def test_a_shot_that_fails_by_chance_is_tried_again(mesh, reduction):
+    """With a sum on its rank alone, else on all ranks: the function may be collective."""
+
+    def part(x):
+        value, slope = rosenbrock(x)
+        return (value, slope) if reduction is None or mesh.rank == 0 else (0.0, 0 * slope)
+
+    last = mesh.rank == mesh.size - 1
+    fails, points = unsteady(part, 2) if last else (part, [])
+    calls = []
+
+    def fun(x):
+        calls.append(1)
+        return fails(x)
+
+    options = {"maxiter": 4}
+    plain = minimize(part, START, mesh=mesh, reduction=reduction, options=options)
+    found = minimize(fun, START, mesh=mesh, reduction=reduction, options=options | {"retries": 2})
+    assert np.array_equal(found.x, plain.x) and (found.nfev, found.message) == (plain.nfev, plain.message)
+    assert len(calls) == (3 * found.nfev if last or reduction is None else found.nfev)
+    fails, points = unsteady(part, 2) if last else (part, [])
+    with pytest.raises((mpishard.EvaluationFailed, RuntimeError), match="by chance"):
+        minimize(fun, START, mesh=mesh, reduction=reduction, options={"retries": 1})
+    assert len(points) == (2 if last else 0)
+
+
+def test_other_errors_are_not_tried_again(mesh):
+    calls = []
+
+    def fun(x):
+        calls.append(1)
+        if mesh.rank == mesh.size - 1:
+            raise OSError("disk full")
+        raise mpishard.EvaluationFailed("by chance")
+
+    with pytest.raises((OSError, mpishard.EvaluationFailed), match="disk full|by chance"):
+        minimize(fun, START, mesh=mesh, options={"retries": 5})
+    assert len(calls) == 1
+    for wrong in (-1, 1.5, "often"):
+        with pytest.raises((ValueError, TypeError), match="retries"):
+            minimize(rosenbrock, START, mesh=mesh, options={"retries": wrong})
+
+
+def test_hessian_products_are_tried_again(mesh):
+    fails, points = unsteady(lambda x, p: 2 * p, 1)
+    found = minimize(
+        lambda x: (float(x @ x), 2 * x), START, method="Newton-CG", hessp=fails, mesh=mesh, options={"retries": 1}
+    )
+    assert found.success and found.nhev > 0 and len(points) > found.nhev
+
+
+@pytest.mark.parametrize("samples", [None, 5])
+def test_evaluations_of_an_elastic_run_fail_and_are_tried_again(mesh, samples):
+    """A failed trial counts as an infinite value, here in a line search; one that fails by chance as none."""
+
+    def of_samples(x, these=(0, 1, 2, 3, 4)):
+        factor = float(len(these))
+        return factor * float(((x - 2.9) ** 4).sum()), factor * 4 * (x - 2.9) ** 3
+
+    def beyond(at_trial):
+        def fun(x, *these):
+            return at_trial(x) if x.max() > 1.1 and x.min() < 0.9 else of_samples(x, *these)
+
+        return fun
+
+    def fails(x):
+        raise mpishard.EvaluationFailed("no convergence")
+
+    start = np.array([0.0, 0.5, 1.0])
+    options = {"mesh": mesh, "elastic": True, "samples": samples}
+    found, expected = (
+        minimize(beyond(trial), start, options={"maxiter": 5}, **options)
+        for trial in (fails, lambda x: (math.inf, np.zeros(3)))
+    )
+    assert np.array_equal(found.x, expected.x) and found.nfev == expected.nfev > 2
+    assert "no convergence" in found.message and "no convergence" not in expected.message
+    calls = []
+
+    def by_chance(x, *these):
+        calls.append(1)
+        if len(calls) % 2:
+            raise mpishard.EvaluationFailed("by chance")
+        return of_samples(x, *these)
+
+    found = minimize(by_chance, start, options={"maxiter": 5, "retries": 1}, **options)
+    expected = minimize(of_samples, start, options={"maxiter": 5}, **options)
+    assert np.array_equal(found.x, expected.x) and found.message == expected.message
+
+
+# Gradients by finite differences.
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """By scheme the result of finite differences on one process."""
+    given = {"bounds": (-1.5, 0.9), "options": {"maxiter": 6}}
+    return {
+        scheme: minimize(lambda x: rosenbrock(x)[0], START, jac=scheme, **given) for scheme in ("2-point", "3-point")
+    }
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("scheme", ["2-point", "3-point"])
+def test_ranks_share_the_columns_of_finite_differences(mesh, alone, scheme):
+    calls = []
+
+    def fun(x):
+        calls.append(1)
+        return rosenbrock(x)[0]
+
+    found = minimize(fun, START, jac=scheme, bounds=(-1.5, 0.9), options={"maxiter": 6}, mesh=mesh)
+    expected = alone[scheme]
+    assert np.array_equal(found.x, expected.x) and np.array_equal(found.jac, expected.jac)
+    assert (found.nit, found.nfev, found.message) == (expected.nit, expected.nfev, expected.message)
+    columns = len(range(mesh.rank, START.size, mesh.size))
+    assert len(calls) == found.nfev * (1 + {"2-point": 1, "3-point": 2}[scheme] * columns)
+
+
+def test_finite_differences_of_a_sum_over_ranks(mesh):
+    """Values are added up at each point: with parts whose sum is exact, the bits are those of one process."""
+    whole = np.round(np.sin(np.arange(5.0)), 2)
+
+    def values(x, shots):
+        return float(sum(np.rint(2.0**40 * (1 + shot) * (x - whole) ** 2).sum() for shot in shots)) * 2.0**-40
+
+    shots = range(6)[mesh.rank :: mesh.size]
+    given = {"jac": "3-point", "options": {"maxiter": 5}}
+    found = minimize(values, np.zeros(5), (shots,), mesh=mesh, reduction="sum", **given)
+    expected = minimize(values, np.zeros(5), (range(6),), **given)
+    assert np.array_equal(found.x, expected.x) and np.array_equal(found.jac, expected.jac)
+    assert np.allclose(found.x, whole, atol=1e-3)
+
+
+def test_groups_share_the_columns_of_a_whole_start(comm, alone):
+    """The function may communicate within its group: all of its ranks come for the same points."""
+    tensor = comm.size // 2 if comm.size % 2 == 0 else comm.size
+    with mpishard.Mesh(comm, tensor=tensor) as mesh:
+
+        def fun(x):
+            assert len(set(mesh.tensor.comm.allgather(x.tobytes()))) == 1
+            return rosenbrock(x)[0]
+
+        found = minimize(fun, START, jac="2-point", bounds=(-1.5, 0.9), options={"maxiter": 6}, mesh=mesh)
+        assert np.array_equal(found.x, alone["2-point"].x) and found.nfev == alone["2-point"].nfev
+        named = FlatParameters([ParameterSpec("x", START.shape)], np.float64, place=mesh.place)
+        named.flat[...] = START
+        found = minimize(
+            lambda x: fun(x["x"]), named, jac="2-point", bounds=(-1.5, 0.9), options={"maxiter": 6}, mesh=mesh
+        )
+        assert np.array_equal(named["x"], alone["2-point"].x)
+
+
+def test_finite_differences_resume_where_they_were(mesh, folder, alone):
+    """From the middle, and from the end of a run, where the function is evaluated again to see that it is the same."""
+    given = {"jac": "2-point", "bounds": (-1.5, 0.9), "mesh": mesh}
+    for most in (2, 4, 6):
+        with mpishard.Checkpoints(folder, mesh, every=1) as checkpoints:
+            found = minimize(
+                lambda x: rosenbrock(x)[0],
+                START,
+                options={"maxiter": most},
+                checkpoints=checkpoints,
+                resume=True,
+                **given,
+            )
+    assert np.array_equal(found.x, alone["2-point"].x) and found.nit == alone["2-point"].nit
+    with mpishard.Checkpoints(folder, mesh) as checkpoints:
+        with pytest.raises(ValueError, match="of another function"):
+            minimize(lambda x: 2 * rosenbrock(x)[0], START, checkpoints=checkpoints, resume=True, **given)
+
+
+def test_a_column_that_fails_on_one_rank_fails_on_all(mesh):
+    last = mesh.rank == mesh.size - 1
+    calls = []
+
+    def beyond(x):
+        calls.append(1)
+        # Where all elements are as large, as at the points of the method, it does not fail.
+        if last and x.max() > 0.4 and x.max() - x.min() > 1e-6:
+            raise mpishard.EvaluationFailed("too far")
+        return float(((x - 2) ** 4).sum())
+
+    found = minimize(beyond, np.zeros(8), jac="3-point", options={"maxiter": 2}, mesh=mesh)
+    assert found.nit > 0 and 0 < found.x.max() <= 0.4 and "too far" in found.message
+    steady, points = unsteady(beyond, 1)
+    tried = minimize(steady, np.zeros(8), jac="2-point", options={"maxiter": 1, "retries": 1}, mesh=mesh)
+    assert tried.nit == 1 and len(points) > tried.nfev
+
+    def fails(x):
+        if last and x[-1] > 0:
+            raise OSError("disk full")
+        return float(x @ x)
+
+    with pytest.raises((OSError, RuntimeError), match="disk full"):
+        # The column of the last rank, whatever the number of ranks.
+        minimize(fails, np.zeros(mesh.size), jac="2-point", mesh=mesh)
+
+
+def test_finite_differences_that_cannot_be(mesh):
+    def value(x):
+        return float(x @ x)
+
+    term = mpishard.regularized(lambda x: (value(x), 2 * x), mpishard.Tikhonov(weight=1.0))
+    for fun, given, words in (
+        (value, {"elastic": True}, "2-point.*elastic="),
+        (lambda x, these: value(x), {"elastic": True, "samples": 3}, "2-point.*samples="),
+        (term, {}, "2-point.*regularized"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            minimize(fun, np.ones(3), jac="2-point", mesh=mesh, **given)
+    with mpishard.Mesh(mesh.world.comm, tensor=mesh.size) as split:
+        part = FlatParameters([ParameterSpec("x", (8,), tensor_dim=0)], np.float64, place=split.place)
+        if mesh.size > 1:
+            with pytest.raises(ValueError, match=f"tensor={mesh.size}"):
+                minimize(value, part, jac="2-point", mesh=split)
+    if mesh.size > 1:
+        with mpishard.Mesh(mesh.world.comm, pipeline=mesh.size, data=1) as stages:
+            with pytest.raises(ValueError, match=f"pipeline={mesh.size}"):
+                minimize(value, np.ones(3), jac="2-point", mesh=stages)
+        with pytest.raises(ValueError, match="jac is (2-point|3-point) on"):
+            minimize(value, np.ones(3), jac="3-point" if mesh.rank else "2-point", mesh=mesh)

@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 from variants import full
 
-pytestmark = pytest.mark.pairs(2)
+pytestmark = pytest.mark.pairs(1)
 
 SIZE = MPI.COMM_WORLD.size
 POSSIBLE = [layout for layout in moves.LAYOUTS if layout.ranks <= SIZE]

@@ -41,7 +41,7 @@ from mpishard.layout.tensors import ParameterSpec
 from mpishard.optim.loss_scale import LossScale
 from mpishard.parameters.flat import FlatParameters
 
-pytestmark = pytest.mark.pairs(2)
+pytestmark = pytest.mark.pairs(1)
 
 # Optimizers: one averaged step on all ranks, whatever is sharded, and what they keep and send for it.
 

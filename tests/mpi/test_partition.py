@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,6 +33,8 @@ def numbers_of(kind: str, rank: int, ranks: int, seed: int = 0) -> tuple[np.ndar
         box = tuple((edge[at], edge[at + 1]) for edge, at in zip(edges, place, strict=True))
         return NUMBERS.reshape(GRID)[tuple(slice(*pair) for pair in box)], {"shape": GRID, "box": box}
     cuts = [0, *np.sort(random.integers(0, SIZE + 1, ranks - 1)).tolist(), SIZE]
+    if kind == "all on one rank":
+        cuts = [0] * ranks + [SIZE]
     run = slice(cuts[rank], cuts[rank + 1])
     if kind == "runs":
         return NUMBERS[run], {}
@@ -200,6 +203,458 @@ def test_the_gradient_is_checked(comm):
         checked = {"mesh": mesh, "reduction": "sum", "disp": False}
         assert mpishard.check_gradient(fun, start, hessp=lambda x, p: 3 * w * (x - wanted) ** 2 * p, **checked)
         assert not mpishard.check_gradient(lambda x: fun(x, np.where(numbers == 11, 1.5, 1.0)), start, **checked)
+
+
+# Least squares, constraints and adjoints: the functions bring the values of a group together by themselves.
+
+NEAR = np.exp(-abs(np.subtract.outer(NUMBERS, NUMBERS)) / 2.0)
+SHOTS = (1.0, 0.5, 2.0)
+OF_RANKS = ("cost", "optimality", "nfev", "nhev", "nit", "status", "message")
+
+
+class Blurred:
+    """Residuals ``shot (tanh(K x) - data)``, and their Jacobian as an operator, for the shots of this group.
+
+    The bits of a product with the adjoint do not depend on how shots are dealt out.
+    """
+
+    def __init__(self, numbers, mesh=None, near=NEAR):
+        self.numbers, self.near, self.data = numbers, near, np.tanh(near @ WANTED)
+        self.comm = None if mesh is None else mesh.tensor.comm
+        self.shots = SHOTS if mesh is None else SHOTS[mesh.data.rank :: mesh.data.size]
+        self.size = numbers.size * len(self.shots)
+
+    def everywhere(self, values):
+        return values if self.comm is None else whole(self.comm, values, self.numbers)
+
+    def of_shots(self, values):
+        return np.outer(self.shots, values[self.numbers]).ravel()
+
+    def residuals(self, x):
+        assert x.shape == self.numbers.shape
+        return self.of_shots(np.tanh((self.near * self.everywhere(x)).sum(1)) - self.data)
+
+    def jacobian(self, x):
+        slope = np.cosh((self.near * self.everywhere(x)).sum(1)) ** -2
+
+        def matvec(v):
+            assert v.shape == (self.numbers.size,)
+            return self.of_shots(slope * (self.near * self.everywhere(v)).sum(1))
+
+        def rmatvec(u):
+            found = np.zeros(self.numbers.shape)
+            for shot, part in zip(self.shots, u.reshape(len(self.shots), self.numbers.size), strict=True):
+                back = (self.near.T * (slope * self.everywhere(shot * part))).sum(1)[self.numbers]
+                found += np.rint(2.0**40 * back) * 2.0**-40
+            return found
+
+        return SimpleNamespace(shape=(self.size, self.numbers.size), matvec=matvec, rmatvec=rmatvec)
+
+
+def fitted(problem, x0, mesh=None, **more):
+    numbers = problem.numbers
+    given = {"bounds": (-0.9, np.where(numbers % 3, 0.95, 0.5)), "x_scale": 1 + 0.5 * (numbers % 2)}
+    given |= {"loss": "soft_l1", "f_scale": 2.0, "tr_options": {"maxcg": 8}, "max_nfev": 7, "mesh": mesh, **more}
+    return mpishard.least_squares(problem.residuals, x0, problem.jacobian, **given)
+
+
+@pytest.fixture(scope="module")
+def fitted_alone():
+    found = fitted(Blurred(NUMBERS), np.zeros(SIZE))
+    assert found.nfev == 7 and found.active_mask.any()
+    return found
+
+
+def is_that_of_one_process(comm, found, numbers, expected):
+    assert found.x.shape == found.grad.shape == found.active_mask.shape == numbers.shape
+    assert all(np.array_equal(whole(comm, found[name], numbers), expected[name]) for name in ("x", "grad"))
+    assert np.array_equal(found.active_mask, expected.active_mask[numbers])
+    return all(found[name] == expected[name] for name in OF_RANKS)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind, seed", [("runs", 0), ("ids", 0), ("ids", 3), ("boxes", 1), ("all on one rank", 0)])
+def test_least_squares_have_the_bits_of_one_process(comm, fitted_alone, kind, seed):
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        numbers, how = numbers_of(kind, comm.rank, comm.size, seed)
+        problem = Blurred(numbers, mesh)
+        found = fitted(problem, Partition(np.zeros(numbers.shape), mesh, **how), mesh)
+        assert is_that_of_one_process(comm, found, numbers, fitted_alone)
+        assert found.fun.shape == (problem.size,) and found.jac.shape == (problem.size, numbers.size)
+
+
+def test_groups_share_the_residuals(comm, fitted_alone):
+    tensor = 2 if comm.size % 2 == 0 else 1
+    with mpishard.Mesh(comm, tensor=tensor) as mesh:
+        if mesh.data.size > len(SHOTS):
+            pytest.skip("there are fewer shots than groups")
+        numbers, how = numbers_of("ids", mesh.tensor.rank, tensor)
+        found = fitted(Blurred(numbers, mesh), Partition(np.zeros(numbers.shape), mesh, **how), mesh)
+        assert is_that_of_one_process(mesh.tensor.comm, found, numbers, fitted_alone)
+
+
+def test_residuals_are_new_where_only_values_of_other_ranks_have_moved(comm):
+    near = np.where(NUMBERS < 15, 0.0, NEAR)  # nothing depends on the first 15, and they stay; their residuals change
+    expected = fitted(Blurred(NUMBERS, near=near), np.zeros(SIZE))
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        cuts = [0, *np.linspace(15, SIZE, comm.size).astype(int)] if comm.size > 1 else [0, SIZE]
+        numbers = NUMBERS[cuts[comm.rank] : cuts[comm.rank + 1]]
+        found = fitted(Blurred(numbers, mesh, near), Partition(np.zeros(numbers.shape), mesh), mesh)
+        assert is_that_of_one_process(comm, found, numbers, expected)
+        assert np.array_equal(whole(comm, found.fun[: numbers.size], numbers), expected.fun[:SIZE])
+
+
+def test_least_squares_of_named_fields(comm):
+    """Residuals, callbacks and preconditioners get arrays by name; vectors of an operator have them end to end."""
+
+    def run(fields, mesh=None):
+        problems = {name: Blurred(numbers, mesh) for name, (numbers, _) in fields.items()}
+        weights = {name: 2.0 + numbers % 3 for name, (numbers, _) in fields.items()}
+        shapes, seen = {name: each.shape for name, each in weights.items()}, []
+        x0 = {name: np.zeros(shape) for name, shape in shapes.items()}
+        preconditioner = lambda v: v / np.append(weights["a"], weights["b"])  # noqa: E731
+        if mesh is not None:
+            x0 = {name: Partition(x0[name], mesh, **how) for name, (_, how) in fields.items()}
+            preconditioner = lambda v: {name: each / weights[name] for name, each in v.items()}  # noqa: E731
+
+        def fun(x):
+            return np.concatenate([each.residuals(x[name]) for name, each in problems.items()])
+
+        def jac(x):
+            a, b = (each.jacobian(x[name]) for name, each in problems.items())
+            rows, columns = a.shape
+            return SimpleNamespace(
+                shape=(rows + b.shape[0], columns + b.shape[1]),
+                matvec=lambda v: np.append(a.matvec(v[:columns]), b.matvec(v[columns:])),
+                rmatvec=lambda u: np.append(a.rmatvec(u[:rows]), b.rmatvec(u[rows:])),
+            )
+
+        found = mpishard.least_squares(
+            fun, x0, jac, bounds={"b": (-0.5, 2)}, preconditioner=preconditioner, tr_options={"maxcg": 6}, max_nfev=5,
+            callback=lambda x: seen.append({name: each.shape for name, each in x.items()}), mesh=mesh,
+        )  # fmt: skip
+        assert seen and all(each == shapes for each in seen)
+        return found
+
+    expected = run({"a": (NUMBERS, {}), "b": (NUMBERS, {})})
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        fields = {"a": numbers_of("ids", comm.rank, comm.size), "b": numbers_of("boxes", comm.rank, comm.size, 1)}
+        found = run(fields, mesh)
+        for name, (numbers, _) in fields.items():
+            assert np.array_equal(whole(comm, found.x[name], numbers), expected.x[name]), name
+            assert np.array_equal(whole(comm, found.grad[name], numbers), expected.grad[name]), name
+            assert np.array_equal(found.active_mask[name], expected.active_mask[name][numbers]), name
+        assert all(found[name] == expected[name] for name in OF_RANKS)
+
+
+def test_least_squares_go_on_in_another_partition(comm, fitted_alone, folder):
+    def run(kind, seed, most):
+        with mpishard.Mesh(comm, tensor=comm.size) as mesh, Checkpoints(folder, mesh, every=2) as checkpoints:
+            numbers, how = numbers_of(kind, comm.rank, comm.size, seed)
+            problem, points = Blurred(numbers, mesh), []
+
+            def residuals(x):
+                points.append(x)
+                if len(points) == most:
+                    raise Stopped(f"at the evaluation {most}")
+                return problem.residuals(x)
+
+            given = SimpleNamespace(numbers=numbers, residuals=residuals, jacobian=problem.jacobian)
+            start = Partition(np.zeros(numbers.shape), mesh, **how)
+            return fitted(given, start, mesh, checkpoints=checkpoints, resume=True), numbers, len(points)
+
+    with pytest.raises(Stopped):
+        run("ids", 3, 5)
+    found, numbers, evaluations = run("runs", 4, -1)
+    assert is_that_of_one_process(comm, found, numbers, fitted_alone) and evaluations < 7
+
+
+MATRIX = 2 * np.eye(SIZE) - 0.9 * np.eye(SIZE, k=1) - 0.8 * np.eye(SIZE, k=-1)
+
+
+class Equation:
+    """A state near what is wanted, from a small source: one constraint for each number, all of them in the last group.
+
+    The first group has the function, whose bits do not depend on who adds it up.
+    """
+
+    def __init__(self, numbers, mesh=None):
+        self.numbers, self.comm = numbers, None if mesh is None else mesh.tensor.comm
+        self.has_function, self.has_constraints = (
+            mesh is None or mesh.data.rank == group for group in (0, -1 if mesh is None else mesh.data.size - 1)
+        )
+
+    def times(self, matrix, values):
+        values = values if self.comm is None else whole(self.comm, values, self.numbers)
+        return (matrix * values).sum(1)[self.numbers]
+
+    def fun(self, x):
+        residual, source = x["state"] - WANTED[self.numbers], x["source"]
+        assert residual.shape == source.shape == self.numbers.shape
+        value = np.rint(2.0**30 * (0.5 * residual**2 + 0.005 * source**2)).sum() * 2.0**-30
+        part = float(self.has_function)
+        return part * float(value), {"state": part * residual, "source": part * 0.01 * source}
+
+    def constraints(self, x):
+        found = self.times(MATRIX, x["state"]) - x["source"]
+        return found if self.has_constraints else []
+
+    def adjoint(self, x, v):
+        assert v.shape == (self.numbers.size * self.has_constraints,)
+        v = v.reshape(self.numbers.shape) if self.has_constraints else np.zeros(self.numbers.shape)
+        return {"state": self.times(MATRIX.T, v), "source": -v}
+
+
+def constrained(problem, mesh=None, how=None, **more):
+    numbers = problem.numbers
+    x0 = {"state": np.zeros(numbers.shape), "source": np.zeros(numbers.shape)}
+    if mesh is not None:
+        x0 = {name: Partition(each, mesh, **how) for name, each in x0.items()}
+        more |= {"mesh": mesh, "reduction": "sum"}
+    given = {"bounds": {"state": (-0.75, np.where(numbers % 2, 0.9, 0.7))}, "maxiter": 3, "options": {"maxiter": 9}}
+    return mpishard.augmented_lagrangian(problem.fun, x0, problem.constraints, problem.adjoint, **{**given, **more})
+
+
+@pytest.fixture(scope="module")
+def constrained_alone():
+    found = constrained(Equation(NUMBERS))
+    assert found.nit == 3 and found.multipliers.shape == (SIZE,)
+    return found
+
+
+def meets_the_constraints_as_alone(comm, found, numbers, expected):
+    for name in ("x", "lagrangian_grad"):
+        for field in ("state", "source"):
+            assert found[name][field].shape == numbers.shape
+            assert np.array_equal(whole(comm, found[name][field], numbers), expected[name][field]), (name, field)
+    names = ("fun", "constr_violation", "optimality", "penalty", "nit", "nfev", "status", "message")
+    return all(found[name] == expected[name] for name in names)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind, seed", [("runs", 0), ("ids", 0), ("ids", 3), ("boxes", 1), ("all on one rank", 0)])
+def test_constraints_have_the_bits_of_one_process(comm, constrained_alone, kind, seed):
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        numbers, how = numbers_of(kind, comm.rank, comm.size, seed)
+        found = constrained(Equation(numbers, mesh), mesh, how)
+        assert meets_the_constraints_as_alone(comm, found, numbers, constrained_alone)
+        for name in ("constr", "multipliers"):
+            assert np.array_equal(found[name], constrained_alone[name][numbers.ravel()])
+
+
+def test_the_constraints_of_a_group_count_once(comm, constrained_alone):
+    tensor = 2 if comm.size % 2 == 0 else 1
+    with mpishard.Mesh(comm, tensor=tensor) as mesh:
+        numbers, how = numbers_of("ids", mesh.tensor.rank, tensor)
+        found = constrained(Equation(numbers, mesh), mesh, how)
+        assert meets_the_constraints_as_alone(mesh.tensor.comm, found, numbers, constrained_alone)
+
+
+# What fails at a trial, on the ranks that have the values that are too large.
+
+
+def test_residuals_may_fail_on_any_rank(comm):
+    def run(numbers, mesh=None, how=None):
+        problem, failures = Blurred(numbers, mesh), []
+
+        def residuals(x):
+            found = problem.residuals(x)
+            if abs(x).max(initial=0.0) > 0.85:
+                failures.append(x)
+                raise mpishard.EvaluationFailed("no convergence")
+            return found
+
+        given = SimpleNamespace(numbers=numbers, residuals=residuals, jacobian=problem.jacobian)
+        x0 = np.zeros(numbers.shape)
+        return fitted(given, x0 if mesh is None else Partition(x0, mesh, **how), mesh), failures
+
+    expected, failures = run(NUMBERS)
+    assert failures and expected.nit
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        numbers, how = numbers_of("ids", comm.rank, comm.size)
+        found, _ = run(numbers, mesh, how)
+        assert is_that_of_one_process(comm, found, numbers, expected)
+
+
+def test_a_function_with_constraints_may_fail_on_any_rank(comm):
+    def run(numbers, mesh=None, how=None):
+        problem, failures = Equation(numbers, mesh), []
+
+        def fun(x):
+            if abs(x["state"]).max(initial=0.0) > 0.72:
+                failures.append(x)
+                raise mpishard.EvaluationFailed("no convergence")
+            return Equation.fun(problem, x)
+
+        problem.fun = fun
+        return constrained(problem, mesh, how), failures
+
+    expected, failures = run(NUMBERS)
+    assert failures and expected.nit
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        numbers, how = numbers_of("ids", comm.rank, comm.size)
+        found, _ = run(numbers, mesh, how)
+        assert np.array_equal(whole(comm, found.x["state"], numbers), expected.x["state"])
+        assert found.nfev == expected.nfev
+
+
+def test_all_groups_try_a_function_with_constraints_again(comm, constrained_alone):
+    tensor = 2 if comm.size % 2 == 0 else 1
+    with mpishard.Mesh(comm, tensor=tensor) as mesh:
+        numbers, how = numbers_of("ids", mesh.tensor.rank, tensor)
+        problem, calls = Equation(numbers, mesh), []
+
+        def fun(x):
+            calls.append(x)
+            if comm.rank == comm.size - 1 and len(calls) in (1, 4):
+                raise mpishard.EvaluationFailed("by chance")
+            return Equation.fun(problem, x)
+
+        problem.fun = fun
+        found = constrained(problem, mesh, how, options={"maxiter": 9, "retries": 1})
+        assert meets_the_constraints_as_alone(mesh.tensor.comm, found, numbers, constrained_alone)
+        assert len(calls) == found.nfev + 2
+
+
+# One rank gives something else, or its functions do: an error on all of them.
+
+
+def last_even(comm, mesh):
+    """Numbers that are dealt out evenly, their partition, and whether this is the last rank."""
+    numbers = NUMBERS[comm.rank :: comm.size]
+    return numbers, Partition(np.zeros(numbers.shape), mesh, ids=numbers), comm.rank == comm.size - 1
+
+
+WRONG_FITS = {
+    "bounds of another length": ({"bounds": (np.zeros(3), 1)}, r"lower bounds.*\(3,\)"),
+    "a start outside of the bounds": ({"bounds": (0.5, 1)}, "x0 is outside .* 0.5 and 1"),
+    "a negative scale": ({"x_scale": -1.0}, "x_scale.* -1"),
+    "two scales": ({"preconditioner": 2.0}, "x_scale and preconditioner"),
+    "no bounds": ({"bounds": (-np.inf, np.inf)}, "bounds"),
+    "no scale": ({"x_scale": None}, "preconditioner"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_FITS)
+def test_what_one_rank_gives_least_squares_wrong_is_an_error_on_all(comm, wrong):
+    if comm.size == 1 and wrong.startswith("no "):
+        pytest.skip("there is no other rank")
+    change, message = WRONG_FITS[wrong]
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        numbers, start, is_last = last_even(comm, mesh)
+        with pytest.raises(ValueError, match=message):
+            fitted(Blurred(numbers, mesh), start, mesh, **(change if is_last else {}))
+
+
+@pytest.mark.parametrize(
+    "where, error, message",
+    [
+        ("residuals", RuntimeError, "no such point"),
+        ("jacobian", ValueError, "jac returned the shape .*59, 60"),
+        ("matvec", ValueError, "matvec of the Jacobian returned 2 elements"),
+        ("rmatvec", ValueError, "rmatvec of the Jacobian returned 2 elements"),
+    ],
+)
+def test_what_residuals_of_one_rank_do_wrong_is_an_error_on_all(comm, where, error, message):
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        numbers, start, is_last = last_even(comm, mesh)
+        problem = Blurred(numbers, mesh)
+
+        def residuals(x):
+            found = problem.residuals(x)
+            if is_last and where == "residuals":
+                raise RuntimeError("no such point")
+            return found
+
+        def jacobian(x):
+            found = problem.jacobian(x)
+            if is_last and where == "jacobian":
+                found.shape = (59, 60)
+            elif is_last and where != "residuals":
+                right = getattr(found, where)
+                setattr(found, where, lambda vector: right(vector).ravel()[:2])
+            return found
+
+        with pytest.raises(error, match=message):
+            fitted(SimpleNamespace(numbers=numbers, residuals=residuals, jacobian=jacobian), start, mesh)
+
+
+WRONG_CONSTRAINTS = {
+    "a number too many later": ("constraints", lambda found: np.append(found, 1.0), "constraints returned .*at x0"),
+    "a product of one field": ("adjoint", lambda found: {"state": found["state"]}, "product of adjoint.*'source'"),
+    "a product of another shape": ("adjoint", lambda found: {**found, "source": np.zeros(2)}, r"'source'.*\(2,\)"),
+    "a gradient of another shape": ("fun", lambda found: (0.0, {**found[1], "state": np.zeros(2)}), r"\(2,\)"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_CONSTRAINTS)
+def test_what_constraints_of_one_rank_do_wrong_is_an_error_on_all(comm, wrong):
+    name, change, message = WRONG_CONSTRAINTS[wrong]
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        numbers, _, is_last = last_even(comm, mesh)
+        problem, calls = Equation(numbers, mesh), []
+        right = getattr(problem, name)
+
+        def odd(*given):
+            calls.append(given)
+            found = right(*given)
+            return change(found) if is_last and (len(calls) > 1 or name != "constraints") else found
+
+        setattr(problem, name, odd)
+        with pytest.raises(ValueError, match=message):
+            constrained(problem, mesh, {"ids": numbers})
+
+
+def test_multipliers_of_another_length_are_an_error_on_all(comm):
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        numbers, _, is_last = last_even(comm, mesh)
+        multipliers = np.zeros(numbers.size + is_last)
+        with pytest.raises(
+            ValueError, match=f"{numbers.size + 1} multipliers|{len(NUMBERS[-1 :: -comm.size]) + 1} mult"
+        ):
+            constrained(Equation(numbers, mesh), mesh, {"ids": numbers}, multipliers=multipliers)
+
+
+def test_what_takes_no_partition_says_so(comm):
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        numbers, start, _ = last_even(comm, mesh)
+        problem = Blurred(numbers, mesh)
+        given = problem.residuals, start
+        for more, message in (
+            ({"tr_solver": "exact"}, "Partition.*exact"),
+            ({"method": "lm"}, "Partition.*'lm'"),
+            ({"x_scale": "jac"}, "x_scale='jac'.*Partition"),
+            ({"elastic": True}, "elastic=.*Partition"),
+            ({"mesh": None}, "mesh=mesh"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                mpishard.least_squares(*given, **{"jac": problem.jacobian, "mesh": mesh, **more})
+        with pytest.raises(ValueError, match="jac='2-point'.*Partition"):
+            mpishard.least_squares(*given, mesh=mesh)
+        with pytest.raises(ValueError, match="elastic=.*Partition"):
+            minimize(Misfit(numbers), start, mesh=mesh, elastic=True)
+        with pytest.raises(ValueError, match="mesh=mesh"):
+            mpishard.augmented_lagrangian(lambda x: None, start, lambda x: None, lambda x, v: None)
+
+
+def test_an_adjoint_is_checked(comm):
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        numbers, how = numbers_of("ids", comm.rank, comm.size)
+        problem = Blurred(numbers, mesh)
+        operator = problem.jacobian(np.full(numbers.shape, 0.5))
+
+        def check(dtype, odd=1.0):
+            def forward(x):
+                assert (x.shape, x.dtype) == (numbers.shape, dtype)
+                return operator.matvec(x)
+
+            x, y = Partition(np.zeros(numbers.shape, dtype), mesh, **how), np.zeros(problem.size)
+            limit = None if dtype == np.float32 else 1e-9
+            adjoint = lambda u: odd * operator.rmatvec(u)  # noqa: E731
+            return mpishard.check_adjoint(forward, adjoint, x, y, mesh=mesh, tolerance=limit, disp=False)
+
+        assert check(np.float32) and check(np.float64)
+        assert not check(np.float64, np.where(numbers == 11, 1.5, 1.0))
 
 
 def half(numbers):
@@ -389,3 +844,103 @@ def test_a_riesz_map_that_is_none_is_refused(mesh):
         minimize(fun, np.ones(20), bounds=(0, None), inner_product=riesz, mesh=mesh)
     with pytest.raises(TypeError, match="apply=3"):
         mpishard.RieszMap(3, riesz.solve)
+
+
+# Gradients by finite differences.
+
+
+class Values:
+    """Half the sum of ``w (x - wanted)^2``, whose bits do not depend on who adds it up."""
+
+    def __init__(self, numbers: np.ndarray) -> None:
+        self.w, self.wanted, self.calls = STIFFNESS[numbers], WANTED[numbers], 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return float(np.rint(2.0**40 * self.w * (x - self.wanted) ** 2).sum()) * 2.0**-41
+
+
+@pytest.fixture(scope="module")
+def by_differences():
+    """By scheme the result on one process."""
+    given = options(NUMBERS) | {"options": {"maxiter": 3}}
+    return {scheme: minimize(Values(NUMBERS), np.zeros(SIZE), jac=scheme, **given) for scheme in ("2-point", "3-point")}
+
+
+@pytest.mark.parametrize("kind, scheme", [("runs", "2-point"), ("ids", "3-point"), ("boxes", "2-point")])
+def test_finite_differences_of_a_partition(comm, by_differences, kind, scheme):
+    """Each rank has its part of the value, or the group that of all its ranks: then groups share the columns."""
+    expected = by_differences[scheme]
+    for tensor in {comm.size, comm.size // 2 if comm.size % 2 == 0 else 1}:
+        with mpishard.Mesh(comm, tensor=tensor) as mesh:
+            numbers, how = numbers_of(kind, mesh.tensor.rank, tensor)
+            values = Values(numbers)
+
+            def of_group(x):
+                return mesh.tensor.comm.allreduce(values(x))  # noqa: B023
+
+            def part(x):
+                return values(x) if mesh.data.rank == 0 else 0.0  # noqa: B023
+
+            for fun, reduction in ((of_group, None), (part, "sum")):
+                values.calls = 0
+                start = Partition(np.zeros(numbers.shape), mesh, **how)
+                given = options(numbers) | {"options": {"maxiter": 3}}
+                found = minimize(fun, start, jac=scheme, mesh=mesh, reduction=reduction, **given)
+                assert found.x.shape == found.jac.shape == numbers.shape
+                assert np.array_equal(whole(mesh.tensor.comm, found.x, numbers), expected.x)
+                assert (found.nit, found.nfev, found.message) == (expected.nit, expected.nfev, expected.message)
+                if reduction is None:
+                    points = {"2-point": 1, "3-point": 2}[scheme]
+                    columns = len(range(mesh.data.rank, SIZE, mesh.data.size))
+                    assert values.calls == found.nfev * (1 + points * columns)
+
+
+def test_a_column_that_fails_on_one_rank_of_a_group_is_tried_again_by_all(comm):
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        numbers, how = numbers_of("ids", mesh.tensor.rank, comm.size)
+        values, failed = Values(numbers), []
+
+        def fun(x):
+            value = mesh.tensor.comm.allreduce(values(x))  # all of them must come here
+            if mesh.rank == comm.size - 1 and values.calls % 7 == 0:
+                failed.append(1)
+                raise mpishard.EvaluationFailed("by chance")
+            return value
+
+        start = Partition(np.zeros(numbers.shape), mesh, **how)
+        given = {"jac": "2-point", "mesh": mesh, "options": {"maxiter": 2, "retries": 1}}
+        found = minimize(fun, start, **given)
+        tried = mesh.tensor.comm.allreduce(len(failed))
+        assert tried > 0 and values.calls == found.nfev * (1 + SIZE) + tried
+        expected = minimize(Values(NUMBERS), np.zeros(SIZE), jac="2-point", options={"maxiter": 2})
+        assert np.array_equal(whole(mesh.tensor.comm, found.x, numbers), expected.x)
+
+
+# Functions that fail by chance.
+
+
+def test_the_group_of_a_rank_that_fails_tries_again_together(comm):
+    """The function is collective over its group; other groups do not call it again."""
+    tensor = comm.size // 2 if comm.size % 2 == 0 else comm.size
+    with mpishard.Mesh(comm, tensor=tensor) as mesh:
+        numbers, how = numbers_of("ids", mesh.tensor.rank, tensor)
+        misfit, failed = Misfit(numbers, mesh), []
+        last = mesh.data.rank == mesh.data.size - 1
+
+        def fun(x):
+            found = misfit(x)
+            mesh.tensor.comm.Barrier()
+            if last and mesh.tensor.rank == 0 and misfit.evaluations % 3 == 1:
+                failed.append(1)
+                raise mpishard.EvaluationFailed("by chance")
+            return found
+
+        start = Partition(np.zeros(numbers.shape), mesh, **how)
+        given = {"mesh": mesh, "reduction": "sum", "options": {"maxiter": 5, "retries": 1}}
+        found = minimize(fun, start, **options(numbers), **given)
+        tried = mesh.tensor.comm.allreduce(len(failed))
+        assert misfit.evaluations == found.nfev + tried and (tried > 0) == last
+        expected = minimize(Misfit(NUMBERS), np.zeros(SIZE), **options(NUMBERS), options={"maxiter": 5})
+        assert np.array_equal(whole(mesh.tensor.comm, found.x, numbers), expected.x)
+        assert found.message == expected.message

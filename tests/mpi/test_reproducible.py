@@ -30,7 +30,7 @@ from mpishard.layout.tensors import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 from mpishard.reduction.tree_sum import tree_sum
 
-pytestmark = pytest.mark.pairs(2)
+pytestmark = pytest.mark.pairs(1)
 
 # `reproducible=True`: the same bits on any number of ranks, under every strategy.
 

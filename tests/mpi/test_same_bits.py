@@ -15,7 +15,7 @@ import mpishard
 from mpishard.backend.gemm import choice, libraries
 from mpishard.pipeline.schedule import SCHEDULES
 
-pytestmark = pytest.mark.pairs(2)
+pytestmark = pytest.mark.pairs(1)
 
 SIZE = MPI.COMM_WORLD.size
 SHAPE = "6" if SIZE % 3 == 0 else "8" if SIZE == 8 else "4"

@@ -16,7 +16,7 @@ from mpishard.comm.axis import Axis
 from mpishard.nn import tensor_parallel as slices_module
 from mpishard.nn.tensor_parallel import Slices
 
-pytestmark = pytest.mark.pairs(2)
+pytestmark = pytest.mark.pairs(1)
 
 # 13 tokens leave uneven slices, some of which have none at 24 shards; 3 * 7 and 2 * 5 rows uneven blocks.
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 13, 8, 48, 2, 24

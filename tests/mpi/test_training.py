@@ -33,7 +33,7 @@ from mpishard import (
 from mpishard.data.sampling import Sampler
 from mpishard.launch.exit_codes import ScriptEnding
 
-pytestmark = pytest.mark.pairs(2)
+pytestmark = pytest.mark.pairs(1)
 
 # The training loop: the same run on any number of ranks, every sample once, and what functions and models may do.
 

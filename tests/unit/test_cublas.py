@@ -59,6 +59,7 @@ def check_every_layout(kind: str, batch: tuple[int, ...], m: int, n: int, k: int
         np.testing.assert_allclose(arrays.to_host(out), expected, rtol=0, atol=TOLERANCE[kind] * 50)
 
 
+@pytest.mark.pairs(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)], ids=str)
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -77,6 +77,7 @@ def assert_close_by_tensor(found, others, half):
     assert 0 < max(errors.values()) < 8 * precision, errors
 
 
+@pytest.mark.pairs(4)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
@@ -235,6 +236,7 @@ def attending(half, kind=nn.GPT, **options):
     return model(half, kind, **SIZES_OF_ATTENTION | options)
 
 
+@pytest.mark.pairs(4)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(

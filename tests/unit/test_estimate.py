@@ -383,6 +383,7 @@ def step(half: Any, kind: Any = nn.GPT, **options: Any) -> Any:
     return model
 
 
+@pytest.mark.pairs(4)
 @pytest.mark.parametrize("half", [None, np.float16], ids=["float32", "float16"])
 @pytest.mark.parametrize(
     "kind, options",

@@ -311,6 +311,7 @@ def test_pairs_of_rows_over_elements_that_changed(device, dtype, before, monkeyp
         assert np.array_equal(changed_words(*far), words)
 
 
+@pytest.mark.pairs(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "parts", [(0.9, 0.9, 0.01, 0.0), (0.01, 0.9, 0.9, 0.9), (0.5,), (0.01,), (0.9, 0.8, 0.9, "of 1")]

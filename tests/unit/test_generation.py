@@ -58,6 +58,7 @@ def logits(monkeypatch):
     return found
 
 
+@pytest.mark.pairs(8)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_texts_and_logits_with_kept_keys_are_those_without(logits, name, options):

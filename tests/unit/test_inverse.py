@@ -464,6 +464,7 @@ def all_stored(start: Array, steps: int) -> tuple[Array, Array]:
     return adjoint, waves.gradient
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize(("steps", "states"), [(1, 1), (2, 1), (9, 1), (10, 3), (31, 4), (40, 39), (40, 100), (100, 5)])
 def test_bits_and_number_of_steps(steps: int, states: int) -> None:
     pytest.importorskip("checkpoint_schedules")

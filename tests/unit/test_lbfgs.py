@@ -130,11 +130,13 @@ def case(name: str) -> tuple[Problem, Limits]:
     }[name]
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("name", ["obstacle", "coupled", "box", "scaled", "fixed", "alternate"])
 def test_it_goes_on_from_its_metadata_at_every_evaluation(name: str) -> None:
     assert check_restarts(LBFGSB(history=5, maxiter=25), *case(name)).progress.iterations > 10
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("name", ["obstacle", "coupled", "box", "alternate"])
 def test_as_good_as_scipy(name: str) -> None:
     optimize = pytest.importorskip("scipy.optimize", reason="SciPy is not installed (extra: test)")
@@ -224,6 +226,7 @@ def test_breakpoints_that_coincide_and_elements_that_start_at_their_bounds() -> 
         assert ((x == 0) | (x == 1)).sum() > size // 2
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("size", [600, 1200])
 def test_a_short_step_far_from_the_minimum_is_no_convergence(size: int) -> None:
     """EXPLIN of CUTEst, where bounds cut the steps short: the steps are SciPy's, and more follow.

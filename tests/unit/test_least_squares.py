@@ -32,6 +32,7 @@ def scipys(*given, **named):
     return optimize.least_squares(*given, **named)
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("method", ["trf", "lm"])
 def test_as_good_as_scipy_in_as_many_evaluations(method):
     counts = np.zeros(2, int)
@@ -415,6 +416,7 @@ def solved(problem, **given):
     )
 
 
+@pytest.mark.pairs(6)
 @pytest.mark.parametrize("number", EVALUATIONS)
 def test_the_known_minima_in_so_many_evaluations(number):
     problem = HOCK_SCHITTKOWSKI[number]

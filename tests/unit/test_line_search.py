@@ -108,6 +108,7 @@ def of_scipy(search: MoreThuente, function: Function, first_step: float, most: f
         value, slope = map(np.float64, function(float(step)))
 
 
+@pytest.mark.pairs(6)
 @pytest.mark.parametrize("options", [(1e-3, 0.9, 0.1), (1e-4, 0.9, 1e-14), (1e-3, 1e-2, 1e-8), (0.1, 0.2, 0.1)])
 @pytest.mark.parametrize("most", [math.inf, 1e10, 3.0])
 def test_more_thuente_tries_the_steps_of_dcsrch(options: tuple[float, float, float], most: float) -> None:

@@ -19,6 +19,81 @@ from mpishard.layout.tensors import ModelParallelRank
 # `minimize` on one process: SciPy's conventions.
 
 
+def recorded(fun):
+    """The function, and the points of its calls."""
+    points = []
+
+    def called(x):
+        points.append(np.array(x, np.float64))
+        return fun(x)
+
+    return called, points
+
+
+@pytest.mark.parametrize("scheme, calls", [("2-point", 1), ("3-point", 2)])
+@pytest.mark.parametrize("bounds", [None, [(-1.2, 3), (None, 1 - 1e-9), (-1e-12, 2), (0, 1), (0.3, None)]])
+def test_finite_differences_are_scipys(scheme, calls, bounds):
+    """At the start the same points to the last bit, also near bounds; and then the same iterates, but for rounding."""
+    optimize = pytest.importorskip("scipy.optimize", reason="SciPy is not installed (extra: test)")
+    start = np.array([-1.2, 1.0, 0.0, 1.0, 1e4])
+    fun, points = recorded(lambda x: rosenbrock(x / [1, 1, 1, 1, 1e4])[0])
+    iterates = [], []
+    given = {"jac": scheme, "bounds": bounds, "options": {"maxiter": 4}}
+    ours = minimize(fun, start, callback=lambda x: iterates[0].append(x), **given)
+    assert bounds is None or all((x <= [3, 1 - 1e-9, 2, 1, np.inf]).all() and x[2] >= -1e-12 for x in points)
+    first = 1 + calls * start.size
+    mine = sorted(points[:first], key=tuple)
+    points.clear()
+    peer = optimize.minimize(fun, start, method="L-BFGS-B", callback=lambda x: iterates[1].append(x.copy()), **given)
+    assert np.array_equal(mine, sorted(points[:first], key=tuple))
+    assert len(iterates[0]) == len(iterates[1]) == ours.nit == peer.nit
+    for own, other in zip(*iterates, strict=True):
+        assert np.allclose(own, other, rtol=1e-4, atol=1e-5)
+    assert np.allclose(ours.fun, peer.fun, rtol=1e-4)
+
+
+def test_finite_differences_move_only_what_may_move():
+    fixed = np.array([False, True, False])
+    fun, points = recorded(lambda x: bowl(x)[0])
+    result = minimize(fun, np.zeros(3), jac="2-point", bounds=[(None, None), (None, None), (0, 0)], fixed=fixed)
+    assert result.success and abs(result.x[0] - CENTER[0]) < 1e-5 and result.x[1:].tolist() == [0, 0]
+    assert len(points) == 2 * result.nfev and result.jac[1:].tolist() == [0, 0]
+    single = minimize(fun, np.zeros(3, "f4"), jac="3-point", tol=1e-3)
+    assert single.x.dtype == np.float32 and np.allclose(single.x, CENTER, atol=1e-2)
+
+
+def test_finite_differences_of_named_and_complex_unknowns():
+    parameters = FlatParameters.of({"a": np.zeros(2), "b": np.ones(1)})
+
+    def of_named(x):
+        assert x is parameters
+        return float(((x["a"] - 1) ** 2).sum() + (x["b"] ** 2).sum())
+
+    found = minimize(of_named, parameters, jac="3-point")
+    assert found.success and np.allclose(parameters.flat, [1, 1, 0], atol=1e-4)
+    wanted = np.array([1 + 2j, -1j])
+    found = minimize(lambda z: float((abs(z["z"] - wanted) ** 2).sum()), {"z": np.zeros(2, complex)}, jac="2-point")
+    assert np.allclose(found.x["z"], wanted, atol=1e-4) and found.jac["z"].dtype == complex
+
+
+def test_a_column_that_fails_is_a_failed_evaluation():
+    """At a trial the step is shortened; at the start it is an error."""
+
+    def beyond(most):
+        def fun(x):
+            # Where both elements are as large, as at the points of the method, it does not fail.
+            if x.max() > most and x.max() - x.min() > 1e-6:
+                raise mpishard.EvaluationFailed("too far")
+            return float(((x - 2) ** 4).sum())
+
+        return fun
+
+    found = minimize(beyond(1.0), np.zeros(2), jac="3-point", options={"maxiter": 3})
+    assert found.nit > 0 and 0 < found.x.max() <= 1.0 and "too far" in found.message
+    with pytest.raises(mpishard.EvaluationFailed, match="too far"):
+        minimize(beyond(0.0), np.zeros(2), jac="3-point")
+
+
 def test_the_result_has_scipys_fields_by_attribute_and_by_item():
     result = minimize(bowl, np.zeros(3), method=Descent())
     assert isinstance(result, OptimizeResult)
@@ -428,7 +503,8 @@ REFUSED = [
     # Functions, methods and their options.
     ({"fun": 3}, TypeError, "fun=3"),
     ({"jac": None}, ValueError, "jac=None"),
-    ({"jac": "2-point"}, ValueError, "a gradient is needed"),
+    ({"jac": "cs"}, ValueError, "jac='cs': .*'2-point', '3-point'"),
+    ({"jac": "2-point"}, TypeError, "fun must return its value"),
     ({"hessp": 1}, TypeError, "hessp=1"),
     ({"constraints": {"type": "eq"}}, ValueError, "no constraints: .*augmented_lagrangian"),
     ({"callback": 1}, TypeError, "callback=1"),
@@ -584,6 +660,7 @@ def test_reverse_communication_takes_the_steps_of_minimize():
     assert str(optimizer.result) == str(result)
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize(
     ("method", "bounds"), [("L-BFGS-B", (-1.5, 0.8)), ("L-BFGS", None), ("trust-ncg", None), (Descent(step=1e-3), None)]
 )
@@ -617,6 +694,7 @@ def test_a_run_that_has_reached_a_limit_goes_on_with_another(method, limit):
     assert result.success and result.fun < 1e-6 and result.nfev > first.result.nfev and result.nit > first.result.nit
 
 
+@pytest.mark.pairs(10)
 @pytest.mark.parametrize(
     ("method", "limit", "bounds"),
     [

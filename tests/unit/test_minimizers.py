@@ -200,6 +200,7 @@ def test_limits_and_tolerances_end_it_at_the_best_point(start: Start) -> None:
         assert ended(start(), problem._replace(start=known))[0].stop_reason == "gradient"
 
 
+@pytest.mark.pairs(2)
 @every
 def test_the_last_evaluation_loses_nothing(start: Start) -> None:
     for problem in (rosenbrock(4), exponentials(5, 100.0), FALLING["line"]):
@@ -450,6 +451,7 @@ RESTARTED = {
 }
 
 
+@pytest.mark.pairs(8)
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("case", RESTARTED)
 def test_it_goes_on_from_its_metadata_at_every_call(case: str, dtype: Any) -> None:
@@ -473,6 +475,7 @@ ON_RANKS = {
 }
 
 
+@pytest.mark.pairs(4)
 @pytest.mark.parametrize("cuts", [[0, 9, 17], [0, 0, 1, 2, 7, 17, 17]], ids=len)
 @pytest.mark.parametrize("case", ON_RANKS)
 def test_same_bits_on_any_ranks(cuts: list[int], case: str) -> None:
@@ -516,6 +519,7 @@ ON_DEVICE = {
 }
 
 
+@pytest.mark.pairs(4)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("case", ON_DEVICE)

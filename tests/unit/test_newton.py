@@ -59,6 +59,7 @@ def quadratic(size: int, condition: float) -> Problem:
     return Problem(lambda x: (float(0.5 * np.sum(w * (x - 1) ** 2)), w * (x - 1)), lambda x, v: w * v, np.zeros(size))
 
 
+@pytest.mark.pairs(24)
 @pytest.mark.parametrize(("method", "problem"), OF_SETS, ids=[f"{kind.__name__} {each.name}" for kind, each in OF_SETS])
 def test_minima_of_the_sets(method: Any, problem: Any) -> None:
     inner, limits = of_the_set(problem)
@@ -73,6 +74,7 @@ def test_minima_of_the_sets(method: Any, problem: Any) -> None:
         )
 
 
+@pytest.mark.pairs(8)
 @pytest.mark.parametrize("size", [2, 10, 40])
 @pytest.mark.parametrize(
     "method",

@@ -96,6 +96,7 @@ def test_initial_values_are_those_of_the_host(module):
 LLAMA = {"key_value_heads": 1, "bias": True, "head_norms": True, "microbatches": 2}
 
 
+@pytest.mark.pairs(3)
 @pytest.mark.parametrize(
     "kind, options",
     [
@@ -135,6 +136,7 @@ def test_storage_in_half_precision(module):
     assert np.abs(other_gradient - gradient).max() < 1e-3 * np.abs(gradient).max()
 
 
+@pytest.mark.pairs(4)
 @pytest.mark.parametrize("half", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize(
     "kind, options",

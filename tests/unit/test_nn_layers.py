@@ -101,6 +101,7 @@ def block_of_llama():
     )
 
 
+@pytest.mark.pairs(8)
 @pytest.mark.parametrize("name", CASES)
 def test_backward_against_finite_differences(name):
     case = CASES[name]()

@@ -1,0 +1,317 @@
+"""The unknowns of a minimisation: one flat array, and the form in which functions of the user get and return it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpishard.arguments import shown
+from mpishard.backend import array as arrays
+from mpishard.comm.errors import raised_on_all
+from mpishard.inverse.result import pair_of_bounds
+from mpishard.inverse.trees import CONVENTION, Tree, tree_of
+from mpishard.layout.tensors import WHOLE, ModelParallelRank, ParameterSpec
+from mpishard.minimizers.elements import OfThisRank, OperatorOfThisRank, element_name
+from mpishard.minimizers.method import RieszMap
+
+Array = Any
+
+
+# This file does without MPI, and cannot ask for the classes.
+
+
+def has_names(x0: Any) -> bool:
+    """Return True for a FlatParameters."""
+    return hasattr(x0, "pieces") and hasattr(x0, "layout")
+
+
+def is_part(x0: Any) -> bool:
+    """Return True for a Partition."""
+    return hasattr(x0, "rearrangement") and hasattr(x0, "local")
+
+
+def copy_of_point(x: Any) -> Any:
+    """A copy of a point; parameters with names stay what they are."""
+    if has_names(x):
+        return x
+    tree = tree_of(x)
+    return x.copy() if tree is None else tree.of(tree.flat)
+
+
+class Unknowns:
+    """The unknowns on this rank.
+
+    An array is copied: float32 and float64 stay, other real numbers become float64. So are the arrays of a tree, see
+    `Tree`, and what a Partition has on this rank. A FlatParameters is changed in place. Raises TypeError unless `x0`
+    has arrays of numbers, ValueError if it is empty, unless it may be, or has NaN or infinite elements.
+    """
+
+    def __init__(self, x0: Any, may_be_empty: bool = False) -> None:
+        self.parameters: Any = x0 if has_names(x0) else None
+        self.tree: Tree | None = None
+        self.specs: tuple[ParameterSpec, ...]  # of the whole tensors; an array is one tensor "x"
+        self.place = WHOLE  # which part of them this rank has
+        # The values of this rank, in the order of the specs.  The user sees them in that of the application, which is
+        # another one where fields have ids.
+        self.flat: Array
+        self._fields: list[Any] = []
+        if self.parameters is not None:
+            self.specs, self.flat, self.place = x0.specs, x0.flat, x0.place
+        elif is_part(x0):
+            self.specs, self.place, self._fields = (x0.spec("x"),), x0.place, [x0]
+            self.flat = arrays.aligned_copy(x0.local.reshape(-1))
+        elif (tree := tree_of(x0)) is not None:
+            self.tree = tree
+            self.specs, self.flat = tree.specs, tree.flat
+            if any(map(is_part, tree.values)):
+                self.specs, self._fields = self._specs_of_fields(tree), tree.values
+                self.place = self._fields[0].place
+        else:
+            values = _real_array(x0)
+            self.specs = (ParameterSpec("x", values.shape),)
+            self.flat = arrays.aligned_copy(values.reshape(-1))
+        self._shape: tuple[int, ...] = x0.local.shape if is_part(x0) else (self.size,)
+        self.shown: Array = self.flat  # as the user sees them
+        self.given_size = self.size  # the number of elements that the user sees on this rank
+        if any(field.rearrangement is not None for field in self._fields):
+            self.flat = arrays.joined([field.owned for field in self._fields])
+        if not (self.total or may_be_empty):
+            raise ValueError("x0 is empty: there is nothing to minimize; give it at least one element")
+        host = arrays.to_host(self.flat)
+        if not np.isfinite(host).all():
+            wrong = int(np.flatnonzero(~np.isfinite(host))[0])
+            where = f"element {wrong}" if self.tree is None else element_name(wrong, self.tree.specs)
+            raise ValueError(f"x0 must be finite, but {where} is {host[wrong]}")
+
+    @staticmethod
+    def _specs_of_fields(tree: Tree) -> tuple[ParameterSpec, ...]:
+        """The whole tensors of a tree of fields that the application has cut."""
+        specs = []
+        for leaf, field in zip(tree.leaves, tree.values, strict=True):
+            if not is_part(field) or field.place != tree.values[0].place:
+                raise ValueError(
+                    f"the first array of x0 is a Partition, and that of {leaf.name!r} "
+                    f"{'is of other ranks' if is_part(field) else 'is not'}: give a Partition for each, of one comm"
+                )
+            specs.append(field.spec(leaf.name))
+        return tuple(specs)
+
+    @classmethod
+    def of(cls, x0: Any) -> Unknowns:
+        """The unknowns of a start, which may be unknowns already."""
+        return x0 if isinstance(x0, Unknowns) else cls(x0)
+
+    def arranged(self, given: Array) -> Array:
+        """A flat vector of the user's in the order of the specs.  Collective over ranks that share fields with ids."""
+        if not any(field.rearrangement is not None for field in self._fields):
+            return given
+        parts, start = [], 0
+        for field in self._fields:
+            part = given[start : start + field.local.size]
+            parts.append(part if field.rearrangement is None else field.rearrangement.by_number(part))
+            start += field.local.size
+        return arrays.joined(parts)
+
+    def as_given(self, vector: Array) -> Array:
+        """The reverse of `arranged`, also collective."""
+        if not any(field.rearrangement is not None for field in self._fields):
+            return vector
+        parts, start = [], 0
+        for field in self._fields:
+            size = field.local.size if field.rearrangement is None else field.rearrangement.size
+            part = vector[start : start + size]
+            parts.append(part if field.rearrangement is None else field.rearrangement.as_given(part))
+            start += size
+        return arrays.joined(parts)
+
+    def show(self) -> None:
+        """Let the user see the values of `flat` from now on.  Collective as `arranged`."""
+        self.shown = self.as_given(self.flat)
+
+    def take(self, given: Array) -> None:
+        """Take these values, a flat vector in the order that the user sees.  Collective as `arranged`."""
+        self.flat[...] = self.arranged(given)
+        self.show()
+
+    @property
+    def size(self) -> int:
+        """The number of elements on this rank."""
+        return int(self.flat.size)
+
+    @property
+    def total(self) -> int:
+        """The number of elements over all ranks."""
+        return sum(spec.size for spec in self.specs)
+
+    @property
+    def is_split(self) -> bool:
+        """Return True if these are one rank's part of parameters that are split over ranks."""
+        return self.place.tensor_size * self.place.pipeline_size > 1
+
+    @property
+    def has_fields(self) -> bool:
+        """Return True if these are of Partitions."""
+        return bool(self._fields)
+
+    def check_differences(self) -> None:
+        """Raise ValueError if these are split over ranks so that finite differences cannot move each element once."""
+        if self.is_split and not self._fields and any(spec.is_split or spec.partial for spec in self.specs):
+            raise ValueError(
+                f"finite differences take a whole x0, or a Partition, but tensors of this one are split over "
+                f"tensor={self.place.tensor_size} ranks, or partial: give one of these, or jac=True"
+            )
+
+    def held_whole_by(self, place: ModelParallelRank) -> None:
+        """Let these whole unknowns be those of a rank at this place, where all ranks of a group have them."""
+        if self.parameters is None and not self._fields:
+            self.place = place
+
+    @property
+    def is_cut_by_application(self) -> bool:
+        """Return True if options about elements are for those of this rank, as the parts are the application's."""
+        return self.has_fields or any(spec.parts for spec in self.specs)
+
+    @property
+    def option_specs(self) -> tuple[ParameterSpec, ...]:
+        """The tensors for whose elements options are given: the whole ones, or this rank's parts."""
+        if not self.is_cut_by_application:
+            return self.specs
+        return (ParameterSpec("x", self._shape),) if self.tree is None else self.tree.specs
+
+    def options(self, bounds: Any, **elements: Any) -> dict[str, Any]:
+        """The options of elements as methods take them, with bounds as the pair of `pair_of_bounds`.
+
+        Raises TypeError or ValueError for other forms.
+        """
+        tree = self.tree
+        found: dict[str, Any] = {}
+        for name, option in elements.items():
+            if isinstance(option, RieszMap):
+                found[name] = RieszMap(self._operator(name, option.apply), self._operator(name, option.solve))
+            elif callable(option):
+                found[name] = self._operator(name, option)
+            else:
+                found[name] = self.for_method(option if tree is None else tree.by_name(name, option))
+        if tree is not None and bounds is not None:
+            bounds = tree.bounds(bounds)
+        pair = pair_of_bounds(bounds, self.given_size if self.is_cut_by_application else self.total)
+        return {**found, "bounds": self.for_method(pair)}
+
+    def for_method(self, option: Any) -> Any:
+        """An option about the elements of `option_specs` as methods take it."""
+        if option is None or not self.is_cut_by_application:
+            return option
+        return OfThisRank(option, self.option_specs, self.arranged)
+
+    def _operator(self, name: str, function: Callable[[Any], Any]) -> Callable[[Array], Array]:
+        """A user's operator as one of flat vectors in the order of the specs: whole ones, or this rank's elements."""
+        what, tree = f"the result of {name}", self.tree
+        if not self.is_cut_by_application:
+            return function if tree is None else lambda vector: tree.flattened(what, function(tree.of(vector)))
+
+        def of_this_rank(vector: Array) -> Array:
+            given, found = self.as_given(vector), vector
+            with raised_on_all(self._fields[0].ranks if self._fields else None):
+                found = self.vector(what, function(self.like_x0(given)))
+            return self.arranged(found)
+
+        return OperatorOfThisRank(of_this_rank)
+
+    def gradient_hint(self, reason: str) -> str:
+        """What may be wrong with the gradient of complex unknowns where a run ended for this reason; or nothing."""
+        wrong = reason == "line search" and self.tree is not None and self.tree.complex_leaf is not None
+        return f"x0 is complex, and {CONVENTION}" if wrong else ""
+
+    def check_no_partition(self, what: str) -> None:
+        """Raise ValueError if these are a Partition, for `what`, which takes none."""
+        if self.has_fields:
+            raise ValueError(
+                f"{what} takes whole fields, and x0 is a Partition, whose ranks must stay: leave {what} out; "
+                "checkpoints= and resume=True go on after a death"
+            )
+
+    def check_not_split(self) -> None:
+        """Raise ValueError if these are one rank's part of parameters that are split over ranks."""
+        if self.has_fields:
+            raise ValueError("x0 is a Partition of a mesh: give this mesh, mesh=mesh")
+        if self.is_split:
+            place = self.place
+            raise ValueError(
+                f"x0 is split over tensor={place.tensor_size} and pipeline={place.pipeline_size} ranks, which would "
+                "minimise their parts one by one: give the mesh of its place, mesh=mesh and reduction='sum', or an x0 "
+                "that is whole"
+            )
+
+    def shown_to_user(self) -> Any:
+        """The point as functions of the user get it: a copy of the array or the tree, or the parameters by name."""
+        return self.like_x0(self.shown.copy()) if self.parameters is None else self.parameters
+
+    def like_x0(self, vector: Array) -> Any:
+        """A vector as functions of the user get a direction: a tree of its views, or the array itself."""
+        return vector.reshape(self._shape) if self.tree is None else self.tree.of(vector)
+
+    def copy_of(self, flat: Array) -> Any:
+        """A copy of a point as functions of the user get it, apart from the unknowns."""
+        named = self.parameters
+        if named is None:
+            return self.like_x0(flat.copy())
+        copy = type(named)(named.specs, named.dtype, module=arrays.module_of(named.like), place=named.place)
+        copy.flat[...] = flat
+        return copy
+
+    def vector(self, what: str, given: Any) -> Array:
+        """A vector of the user's as a flat array of the dtype and on the device of the unknowns; maybe not a copy.
+
+        It is in the order that the user sees. `given` has as many elements as the unknowns on this rank, of any shape;
+        or by tensor name arrays of the shapes of this rank's slices, all of them; of a tree it has its structure.
+        Raises TypeError or ValueError, with `what`, if it is something else.
+        """
+        if self.tree is not None:
+            return self.tree.flattened(what, given)
+        if isinstance(given, Mapping):
+            return self._joined(what, given)
+        return self._converted(what, given, self.given_size)
+
+    def _joined(self, what: str, given: Any) -> Array:
+        if self.parameters is None:
+            raise TypeError(f"{what} must be an array like x0, which has no names; got {type(given).__name__}")
+        flat = arrays.empty(self.size, self.flat.dtype, like=self.flat)
+        for piece in self.parameters.pieces:
+            if piece.name not in given:
+                raise ValueError(f"{what} by name must have all tensors; {piece.name!r} is missing")
+            values = self._converted(f"{what} of {piece.name!r}", given[piece.name], piece.size)
+            flat[piece.start : piece.start + piece.size] = values
+        return flat
+
+    def _converted(self, what: str, given: Any, size: int) -> Array:
+        flat = self.flat
+        if arrays.is_device(flat):
+            if not arrays.is_array(given) or arrays.module_of(given) is not arrays.module_of(flat):
+                raise TypeError(f"{what} must be an array on the device, like x0; got {type(given).__name__}")
+            found = given
+        else:
+            try:
+                found = np.asarray(given)
+            except (TypeError, ValueError):
+                raise TypeError(f"{what} must be an array of numbers, got {shown(given)}") from None
+            if found.dtype.kind not in "biuf":
+                raise TypeError(f"{what} must be an array of real numbers, got {shown(given)}")
+        if found.size != size:
+            raise ValueError(f"{what} has {found.size} elements of shape {found.shape}, but x0 has {size}")
+        return found.reshape(-1).astype(flat.dtype, copy=False)
+
+
+def _real_array(x0: Any) -> Array:
+    """The start as an array of float32 or float64, with at least one dimension."""
+    if arrays.is_device(x0):
+        values = x0
+    else:
+        try:
+            values = np.atleast_1d(np.asarray(x0))
+        except (TypeError, ValueError):
+            raise TypeError(f"x0 must be an array of numbers, got {shown(x0)}") from None
+    if values.dtype.kind not in "biuf":
+        raise TypeError(f"x0 must be an array of real numbers, got {values.dtype} in {type(x0).__name__}")
+    return values if values.dtype in arrays.FLOATS else values.astype(np.float64)
