@@ -207,6 +207,8 @@ TABLE = [
         ({"timeout": -1.0}, "-1"),
         {"tensor": MPI.COMM_WORLD.size},
         {"tensor": 7},
+        {"space": MPI.COMM_SELF},
+        {"space": 3},
     ),
     *odd(
         "mpishard.Mesh.reshaped",
@@ -229,6 +231,8 @@ TABLE = [
         {"reduction": "sum"},
         {"reduction": "max"},
         ({"options": {"gtol": 1e-3}}, "gtol"),
+        ({"options": {"retries": 2}}, "retries"),
+        {"jac": "2-point"},
         {"bounds": (0, 1)},
         {"bounds": 3},
         {"elastic": True},
@@ -238,6 +242,17 @@ TABLE = [
         {"checkpoints": 3},
         {"record": RECORD},
         {"record": 3},
+    ),
+    *odd(
+        "mpishard.Partition",
+        lambda at, local=np.zeros(3), **other: mpishard.Partition(local, at.mesh, **other),  # noqa: B008
+        ({"local": np.zeros(4)}, "values of each rank"),
+        ({"local": np.zeros(3, "f")}, "dtype of local"),
+        {"local": "a"},
+        {"ids": np.arange(3)},
+        {"ids": np.arange(4)},
+        {"shape": (3,), "box": ((0, 3),)},
+        {"shape": (3,), "box": ((0, 4),)},
     ),
     *odd(
         "mpishard.least_squares",
@@ -598,7 +613,8 @@ LEFT_OUT = {
         mpishard.environment.collect mpishard.estimate.measure {OPTIMIZER}.averaged_parameters
         """,
     "it is no call, or its own creation is not collective": """
-        mpishard.CollectiveMismatchError mpishard.FlatParameters mpishard.Request mpishard.RunRecord mpishard.Signals
+        mpishard.CollectiveMismatchError mpishard.FlatParameters mpishard.Request mpishard.RieszMap mpishard.RunRecord
+        mpishard.Signals
         mpishard.comm.communicator.Communicator
         mpishard.inverse.regularization.RegularizationTerm mpishard.regularized mpishard.backward_in_time
         mpishard.ReverseCommunication.serialize mpishard.ReverseCommunication.deserialize
