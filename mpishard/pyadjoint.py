@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpishard import inverse
-from mpishard.adapters.kinds import adapter_of
+from mpishard.adapters.adapter import adapter_of
 from mpishard.arguments import kind_of, shown
-from mpishard.inverse.functions import Callback
+from mpishard.inverse.functions import Callback, opening
 from mpishard.inverse.result import OptimizeResult
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ def minimize(
     Parameters
     ----------
     reduced : pyadjoint.ReducedFunctional
-        It has the same value on all ranks, as ``assemble_scalar`` of dolfinx-adjoint returns it.  Its controls are
-        numbers, or fields that `mpishard.Partition.of` takes, or of types that pyadjoint turns into vectors of PETSc.
+        It has the same value on all ranks, as ``assemble_scalar`` of dolfinx-adjoint returns it.  Its controls are all
+        numbers, or all fields: those that `mpishard.Partition.of` takes, or that pyadjoint turns into vectors of PETSc.
     method : str or Method
         As for `mpishard.minimize`.  Newton methods use ``reduced.hessian``.
     bounds : pair, optional
@@ -90,26 +90,30 @@ def minimize(
     Raises
     ------
     TypeError, ValueError
-        If an argument is invalid, or controls are of other ranks than the mesh; on all ranks where they share controls.
+        If an argument is invalid, or controls are of other ranks than the mesh; on all ranks of the mesh.
     Exception
         What `reduced` raises.
     """
     from pyadjoint import stop_annotating
 
-    if not (hasattr(reduced, "controls") and hasattr(reduced, "derivative")):
-        raise TypeError(f"reduced={shown(reduced)} must be a ReducedFunctional of pyadjoint")
-    functional = getattr(reduced, "rf", reduced)  # that of a ReducedFunctionalNumPy
-    if mesh is None and (checkpoints is not None or record is not None):
-        raise ValueError("checkpoints and record are of a mesh: give it, mesh=mesh")
-    watcher = Callback(callback)
+    with opening(mesh, "mpishard.pyadjoint.minimize"):
+        if not (hasattr(reduced, "controls") and hasattr(reduced, "derivative")):
+            raise TypeError(f"reduced={shown(reduced)} must be a ReducedFunctional of pyadjoint")
+        if mesh is None and (checkpoints is not None or record is not None):
+            raise ValueError("checkpoints and record are of a mesh: give it, mesh=mesh")
+        functional = getattr(reduced, "rf", reduced)  # that of a ReducedFunctionalNumPy
+        _check_kinds(functional.controls)
+        watcher = Callback(callback)
     with stop_annotating(), _mesh_of(functional.controls, mesh) as ranks:
         controls = _Controls(functional, ranks)
+        with opening(ranks, "mpishard.pyadjoint.minimize"):
+            pairs = controls.bounds(bounds)
+            known = {name: controls.option(value) for name, value in elements.items()}
 
         def seen(intermediate_result: OptimizeResult) -> bool:
             intermediate_result["x"] = controls.given(intermediate_result.x)
             return watcher(lambda: intermediate_result)
 
-        known = {name: controls.option(value) for name, value in elements.items()}
         if riesz:
             known["preconditioner"] = controls.riesz
         result = inverse.minimize(
@@ -117,7 +121,7 @@ def minimize(
             controls.start,
             method=method,
             hessp=controls.product,
-            bounds=controls.bounds(bounds),
+            bounds=pairs,
             tol=tol,
             callback=seen if watcher.is_given else None,
             options=options,
@@ -131,12 +135,22 @@ def minimize(
     return result
 
 
+def _check_kinds(controls: Any) -> None:
+    """Raise ValueError if some controls are numbers, and others are fields."""
+    numbers = [f"{k}" for k, control in enumerate(controls) if isinstance(control.control, Real)]
+    if 0 < len(numbers) < len(controls):
+        raise ValueError(
+            f"{len(numbers)} of {len(controls)} controls ({', '.join(numbers)}) are numbers, and the others fields: "
+            "give numbers alone, or fields alone"
+        )
+
+
 def _mesh_of(controls: Any, mesh: Mesh | None) -> AbstractContextManager[Mesh | None]:
     """The mesh of the ranks that share the controls; None for numbers."""
     shared = [control.control for control in controls if not isinstance(control.control, Real)]
     if mesh is not None or not shared:
         return nullcontext(mesh)
-    from mpishard.comm.mesh import Mesh
+    from mpishard.comm.mesh import Mesh  # with MPI, which numbers do not need
 
     comm = adapter_of(shared[0]).communicator(shared[0])
     return Mesh(comm, tensor=comm.size)
@@ -151,12 +165,13 @@ class _Controls:
         self.start: dict[str, Any] = {}
         for name, control in self._controls.items():
             value = control.tape_value()
-            if not isinstance(value, Real):
-                from mpishard.parameters.partition import Partition
+            if isinstance(value, Real):
+                self.start[name] = float(value)
+            else:
+                from mpishard.parameters.partition import Partition  # with MPI, which numbers do not need
 
                 assert mesh is not None
-                self._parts[name] = Partition.of(value, mesh)
-            self.start[name] = self._parts.get(name, float(value) if isinstance(value, Real) else None)
+                self.start[name] = self._parts[name] = Partition.of(value, mesh)
 
     def _fields(self, x: Arrays) -> list[Any]:
         """New controls with these values."""

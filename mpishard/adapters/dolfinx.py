@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.adapters.kinds import Adapter
+from mpishard.adapters.adapter import Adapter
 from mpishard.arguments import kind_of
 
 Array = Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpishard.adapters.kinds import Adapter
+from mpishard.adapters.adapter import Adapter
 from mpishard.adapters.petsc4py import ADAPTER as VECTORS
 from mpishard.arguments import kind_of
 

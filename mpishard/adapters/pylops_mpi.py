@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
-from mpishard.adapters.kinds import Adapter
+from mpishard.adapters.adapter import Adapter
 from mpishard.arguments import kind_of
 
 Array = Any

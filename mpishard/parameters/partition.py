@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpishard.adapters.kinds import Adapter, adapter_of
+from mpishard.adapters.adapter import Adapter, adapter_of
 from mpishard.arguments import entries, integer, kind_of, shown
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import agree_on_settings, in_words, opening, text_of
@@ -63,7 +63,7 @@ class Partition:
     owned : 1-D array
         The values of this rank in the order of checkpoints: all of `local`, or with `ids` an even run of the numbers.
     field : object or None
-        What it was made of by `of`.
+        The one that `of` was given.
 
     Raises
     ------
@@ -117,8 +117,8 @@ class Partition:
         Parameters
         ----------
         field : object
-            A ``DistributedArray`` of pylops-mpi, a ``Function`` of Devito or DOLFINx, or a ``Vec`` of petsc4py.  Ranks
-            that share a field of the mesh share it, in any order.
+            A ``DistributedArray`` of pylops-mpi, a ``Function`` of Devito or DOLFINx, or a ``Vec`` of petsc4py.  The
+            ranks that share it are those of ``mesh.tensor``, in any order.
         mesh : Mesh
             As for `Partition`.
         ids : array of int, optional
@@ -127,22 +127,22 @@ class Partition:
         Returns
         -------
         Partition
-            Which `get` and `put` move to and from such fields.
+            Its `get` and `put` read and write such fields.
 
         Raises
         ------
         TypeError, ValueError
-            On all ranks: if any gives no such field, or one that other ranks share than a field of the mesh.
+            On all ranks: if any gives no such field, or one that is shared by other ranks than a field of the mesh.
         """
         with opening(mesh.world, "Partition.of") as same:
             adapter = adapter_of(field)
-            same |= {"kind of field": adapter.what, "ids are given": ids is not None}
+            same |= {"kind of field": f"{adapter.what} of {adapter.package}", "ids are given": ids is not None}
             _check_ranks(adapter, field, mesh)
         with raised_on_all(mesh.world):
             numbering = adapter.numbering(field) if ids is None else {"ids": ids}
-        values = adapter.values(field)
-        if "box" in numbering:
-            values = values.reshape(box_shape(numbering["box"]))
+            values = adapter.values(field)
+            if "box" in numbering:
+                values = values.reshape(box_shape(numbering["box"]))
         found = cls(values, mesh, **numbering)
         found.field = field
         return found
@@ -238,8 +238,8 @@ def _check_ranks(adapter: Adapter, field: Any, mesh: Mesh) -> None:
         more = f" and {others} processes outside of the mesh" * (others > 0)
         raise ValueError(
             f"the {adapter.what} of this rank is shared by {in_words('rank', theirs[others:])}{more}, and a field of "
-            f"the mesh ({mesh.sizes}) by {in_words('rank', own)}: make it with {adapter.remedy}, or the mesh of its "
-            f"communicator, Mesh(comm, tensor={len(theirs)})"
+            f"the mesh ({mesh.sizes}) by {in_words('rank', own)}: make it with {adapter.remedy}, or the mesh with its "
+            "communicator, Mesh(space=comm)"
         )
 
 

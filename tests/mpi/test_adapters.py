@@ -196,10 +196,10 @@ def test_other_ranks_are_an_error_on_all(comm, tensor_mesh):
     half = comm.Split(comm.rank * 2 // comm.size)
     own, whole = columns(half)
     field = Distributed(own, half, whole.shape, axis=1)
-    with pytest.raises(ValueError, match=rf"tensor={comm.size}.*base_comm.*tensor={half.size}"):
+    with pytest.raises(ValueError, match=rf"tensor={comm.size}.*base_comm.*space=comm"):
         Partition.of(field, tensor_mesh)
     if comm.size % 2 == 0:
-        with mpishard.Mesh(comm, tensor=half.size) as mesh:
+        with mpishard.Mesh(comm, space=half) as mesh:
             assert Partition.of(field, mesh).shape == whole.shape
     half.Free()
 
@@ -508,6 +508,21 @@ def test_wrong_arguments_of_pyadjoint(pyadjoint, message):
         mpishard.pyadjoint.minimize(rosenbrock(pyadjoint), **WRONG_ARGUMENTS[message])
     with pytest.raises(TypeError, match="reduced=.*ReducedFunctional"):
         mpishard.pyadjoint.minimize(len)
+
+
+def test_what_one_rank_gives_pyadjoint_wrong_is_an_error_on_all(mesh, pyadjoint):
+    odd = mesh.rank == mesh.size - 1
+    with pytest.raises(ValueError, match="bounds=int"):
+        mpishard.pyadjoint.minimize(rosenbrock(pyadjoint), bounds=3 if odd else (-2, 2), mesh=mesh)
+    with pytest.raises(TypeError, match="reduced=.*ReducedFunctional"):
+        mpishard.pyadjoint.minimize(len if odd else rosenbrock(pyadjoint), mesh=mesh)
+
+
+def test_numbers_beside_fields_are_refused(comm, tensor_mesh, pyadjoint):
+    controls = [SimpleNamespace(control=each) for each in (ByVector(np.ones(1), comm), pyadjoint.AdjFloat(1.0))]
+    functional = SimpleNamespace(controls=controls, derivative=None)
+    with pytest.raises(ValueError, match=r"1 of 2 controls \(1\) are numbers"):
+        mpishard.pyadjoint.minimize(functional, mesh=tensor_mesh)
 
 
 class ByVector:

@@ -609,7 +609,7 @@ LEFT_OUT = {
         mpishard.Checkpoints.release mpishard.Checkpoints.wait mpishard.Mesh.free mpishard.Mesh.release
         mpishard.Mesh.unwatch mpishard.ReverseCommunication.ask mpishard.ReverseCommunication.gather_result
         mpishard.ReverseCommunication.tell_outcome mpishard.Signals.should_stop
-        mpishard.Partition.put mpishard.ShardedModel.gather_full_parameters mpishard.ShardedModel.synchronize_gradients
+        mpishard.ShardedModel.gather_full_parameters mpishard.ShardedModel.synchronize_gradients
         mpishard.environment.collect mpishard.estimate.measure {OPTIMIZER}.averaged_parameters
         """,
     "it is no call, or its own creation is not collective": """
@@ -629,7 +629,8 @@ LEFT_OUT = {
         """,
     "it is in each step, whose ranks have compared parameters and settings, and would be slower": f"""
         mpishard.Checkpoints.due mpishard.FlatParameters.gather mpishard.FlatParameters.prefetch
-        mpishard.FlatParameters.use mpishard.LocalSGDOptimizer.update mpishard.ShardedModel.loss_and_gradient
+        mpishard.FlatParameters.use mpishard.LocalSGDOptimizer.update mpishard.Partition.put
+        mpishard.ShardedModel.loss_and_gradient
         {OPTIMIZER}.update
         """,
 }
