@@ -252,6 +252,13 @@ def deblurring(pylops, nz, nx):
     return pylops.signalprocessing.Convolve1D((nz, nx), h=np.exp(-(np.linspace(-2, 2, 5) ** 2)), offset=2, axis=1)
 
 
+def assert_same_steps(found, expected, most=8):
+    """The first points are equal but for rounding, which grows with each step."""
+    assert min(len(found), len(expected)) > 3
+    for own, other in zip(found[:most], expected[:most], strict=True):
+        assert np.allclose(own, other, rtol=1e-8, atol=1e-10)
+
+
 def test_pylops_mpi_deblurs_as_scipy_does(comm, tensor_mesh):
     pylops = pytest.importorskip("pylops")
     pylops_mpi = pytest.importorskip("pylops_mpi")
@@ -265,8 +272,10 @@ def test_pylops_mpi_deblurs_as_scipy_does(comm, tensor_mesh):
         value = 0.5 * (residual @ residual + damping * rough @ rough)
         return value, blur.H @ residual + damping * (slope.H @ rough)
 
-    bounds = [(0, 0.9)] * truth.size
-    expected = optimize.minimize(of_whole, np.zeros(truth.size), jac=True, bounds=bounds, options=TIGHT)
+    bounds, steps = [(0, 0.9)] * truth.size, ([], [])
+    expected = optimize.minimize(
+        of_whole, np.zeros(truth.size), jac=True, bounds=bounds, options=TIGHT, callback=lambda x: steps[1].append(+x)
+    )
 
     rows = pylops_mpi.DistributedArray((nz, nx), base_comm=comm).local_shape[0]
     shapes = [(count * nx,) for count in comm.allgather(rows)]
@@ -284,7 +293,11 @@ def test_pylops_mpi_deblurs_as_scipy_does(comm, tensor_mesh):
         r, s = residual.local_array, rough.local_array
         return 0.5 * (r @ r + damping * s @ s), start.get(gradient)
 
-    found = minimize(misfit, start, mesh=tensor_mesh, reduction="sum", bounds=(0, 0.9), options=TIGHT)
+    found = minimize(
+        misfit, start, mesh=tensor_mesh, reduction="sum", bounds=(0, 0.9), options=TIGHT,
+        callback=lambda x: steps[0].append(start.put(x).asarray()),
+    )  # fmt: skip
+    assert_same_steps(*steps)
     assert found.success and start.put(found.x) is model
     assert abs(found.fun - expected.fun) < 1e-12 * max(1, expected.fun)
     assert np.allclose(model.asarray(), expected.x, atol=1e-6)
@@ -309,8 +322,10 @@ def test_devito_inverts_as_scipy_does(comm, tensor_mesh, devito):
         residual = blurred(x.reshape(shape) - truth)
         return 0.5 * (residual**2).sum(), blurred(residual).ravel()
 
-    bounds = [(0, 0.7)] * truth.size
-    expected = optimize.minimize(of_whole, np.zeros(truth.size), jac=True, bounds=bounds, options=TIGHT)
+    bounds, steps = [(0, 0.7)] * truth.size, ([], [])
+    expected = optimize.minimize(
+        of_whole, np.zeros(truth.size), jac=True, bounds=bounds, options=TIGHT, callback=lambda x: steps[1].append(+x)
+    )
 
     grid = devito.Grid(shape, extent=(10.0, 7.0), comm=comm, dtype=np.float64)
     model, out = (devito.Function(name=name, grid=grid, space_order=2) for name in ("m", "out"))
@@ -327,10 +342,97 @@ def test_devito_inverts_as_scipy_does(comm, tensor_mesh, devito):
         blur.apply()
         return 0.5 * (residual**2).sum(), start.get(out)
 
-    found = minimize(of_box, start, mesh=tensor_mesh, reduction="sum", bounds=(0, 0.7), options=TIGHT)
+    found = minimize(
+        of_box, start, mesh=tensor_mesh, reduction="sum", bounds=(0, 0.7), options=TIGHT, callback=steps[0].append
+    )
+    assert_same_steps(steps[0], [x.reshape(shape)[own] for x in steps[1]])
     assert found.success and abs(found.fun - expected.fun) < 1e-12
     assert np.allclose(found.x, expected.x.reshape(shape)[own], atol=1e-6)
     assert start.put(found.x) is model and np.array_equal(np.asarray(model.data), found.x)
+
+
+def acoustic(devito, comm, shots):
+    """A squared slowness, and the function of the misfit of some shots there, that adds its gradient up in a field."""
+    steps, spacing = 40, {"dt": 0.5}
+    grid = devito.Grid((16, 12), extent=(15.0, 11.0), comm=comm, dtype=np.float64)
+    model, gradient = (devito.Function(name=name, grid=grid, space_order=2) for name in ("m", "gradient"))
+    u = devito.TimeFunction(name="u", grid=grid, time_order=2, space_order=2, save=steps)
+    v = devito.TimeFunction(name="v", grid=grid, time_order=2, space_order=2)
+    source, traces = (
+        devito.SparseTimeFunction(name=name, grid=grid, npoint=count, nt=steps)
+        for name, count in (("source", 1), ("traces", 6))
+    )
+    traces.coordinates.data[:] = np.array([[2.1 + 2 * k, 9.3] for k in range(6)])
+    ricker = (np.pi * 0.1 * (0.5 * np.arange(steps) - 7)) ** 2
+    source.data[:] = ((1 - 2 * ricker) * np.exp(-ricker))[:, None]
+    squared = grid.stepping_dim.spacing**2
+    forward = devito.Operator([
+        devito.Eq(u.forward, devito.solve(model * u.dt2 - u.laplace, u.forward)),
+        source.inject(u.forward, expr=source * squared / model),
+        traces.interpolate(u),
+    ])  # fmt: skip
+    backward = devito.Operator([
+        devito.Eq(v.backward, devito.solve(model * v.dt2 - v.laplace, v.backward)),
+        traces.inject(v.backward, expr=traces * squared / model),
+        devito.Inc(gradient, -u.dt2 * v),
+    ])  # fmt: skip
+
+    def recorded(shot):
+        source.coordinates.data[:] = np.array([[4.3 + 7 * shot, 2.2]])
+        forward.apply(**spacing)
+        return np.array(traces.data)
+
+    model.data[:] = 1.0
+    model.data[6:10, 4:8] = 1.2  # of the whole grid
+    observed = {shot: recorded(shot) for shot in shots}
+    model.data[:] = 1.0
+
+    def misfit():
+        value = 0.0
+        gradient.data[:] = 0
+        for shot in shots:
+            residual = recorded(shot) - observed[shot]
+            value += 0.5 * (residual**2).sum()
+            np.asarray(traces.data)[...] = residual
+            v.data[:] = 0
+            backward.apply(**spacing)
+        return value
+
+    return model, gradient, misfit
+
+
+def test_shots_in_devito_on_groups_of_ranks_take_scipys_steps(comm, devito):
+    """Two shots: on four ranks each is spread over a group of two."""
+    from mpi4py import MPI
+
+    optimize = pytest.importorskip("scipy.optimize")
+    options = {"maxiter": 6}
+    model, gradient, misfit = acoustic(devito, MPI.COMM_SELF, range(2))
+
+    def of_whole(x):
+        model.data[:] = x.reshape(model.shape)
+        return misfit(), np.array(gradient.data).ravel()
+
+    expected, ours = [], []
+    optimize.minimize(
+        of_whole, np.ones(model.data.size), jac=True, method="L-BFGS-B", bounds=[(0.9, 1.05)] * model.data.size,
+        callback=lambda x: expected.append(x.reshape(model.shape).copy()), options=options,
+    )  # fmt: skip
+    with mpishard.Mesh(comm, tensor=2 if comm.size % 2 == 0 else comm.size) as mesh:
+        shots = range(mesh.data.rank, 2, mesh.data.size)
+        model_of_box, gradient_of_box, misfit_of_box = acoustic(devito, mesh.tensor.comm, shots)
+        start = Partition.of(model_of_box, mesh)
+
+        def of_box(x):
+            start.put(x)
+            return misfit_of_box(), start.get(gradient_of_box)
+
+        summed = {"mesh": mesh, "reduction": "sum"}
+        assert mpishard.check_gradient(of_box, start, **summed, disp=False)
+        minimize(of_box, start, bounds=(0.9, 1.05), callback=ours.append, options=options, **summed)
+        box = tuple(slice(*pair) for pair in start.parts[mesh.tensor.rank])
+    assert_same_steps(ours, [whole[box] for whole in expected])
+    assert expected[-1].max() == 1.05
 
 
 # DOLFINx and PETSc.
@@ -586,11 +688,17 @@ def test_a_functional_of_dolfinx_adjoint_has_scipys_minimum(comm, tensor_mesh, p
     reduced = recorded(comm, dolfinx, pyadjoint)
     lower = reduced.controls[0].copy_data()
     lower.x.array[:] = 0.9
-    found = mpishard.pyadjoint.minimize(reduced, bounds=(lower, 1.1), options=TIGHT)
+    points, steps = [], []
+    found = mpishard.pyadjoint.minimize(reduced, bounds=(lower, 1.1), options=TIGHT, callback=points.append)
 
     # After the others, since ranks that compile one form at a time wait ten seconds at most.
     alone = recorded(MPI.COMM_SELF, dolfinx, pyadjoint)
     point = alone.controls[0].copy_data()
+    single = mpishard.Mesh(MPI.COMM_SELF)
+
+    def by_number(x):
+        point.x.array[:] = x
+        return Partition.of(point, single).owned
 
     def of_whole(x):
         point.x.array[:] = x
@@ -598,12 +706,15 @@ def test_a_functional_of_dolfinx_adjoint_has_scipys_minimum(comm, tensor_mesh, p
         return value, alone.derivative(apply_riesz=False).x.array.copy()
 
     bounds = [(0.9, 1.1)] * point.x.array.size
-    expected = optimize.minimize(of_whole, np.ones(len(bounds)), jac=True, bounds=bounds, options=TIGHT)
-    point.x.array[:] = expected.x
-    with mpishard.Mesh(MPI.COMM_SELF) as single:
-        wanted = Partition.of(point, single).owned
+    expected = optimize.minimize(
+        of_whole, np.ones(len(bounds)), jac=True, bounds=bounds, options=TIGHT,
+        callback=lambda x: steps.append(by_number(x)),
+    )  # fmt: skip
     assert abs(found.fun - expected.fun) < 1e-10 and type(found.x) is type(lower)
-    assert np.allclose(np.concatenate(comm.allgather(Partition.of(found.x, tensor_mesh).owned)), wanted, atol=1e-5)
+    *points, last = (np.concatenate(comm.allgather(Partition.of(x, tensor_mesh).owned)) for x in [*points, found.x])
+    assert_same_steps(points, steps)
+    assert np.allclose(last, by_number(expected.x), atol=1e-5)
+    single.free()
 
     free = {"method": "L-BFGS", "options": {"gtol": 1e-7, "ftol": 0}}
     plain = mpishard.pyadjoint.minimize(recorded(comm, dolfinx, pyadjoint), **free)
