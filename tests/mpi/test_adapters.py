@@ -672,10 +672,13 @@ def recorded(comm, dolfinx, pyadjoint):
     )
     kappa.x.array[:] = 1.0
     a = kappa * ufl.inner(grad(u), grad(v)) * dx
-    adjoint.LinearProblem(a, 10 * v * dx, u=state, bcs=[adjoint.dirichletbc(zero, edge)], **solvers).solve()
+    problem = adjoint.LinearProblem(a, 10 * v * dx, u=state, bcs=[adjoint.dirichletbc(zero, edge)], **solvers)
+    problem.solve()
     value = adjoint.assemble_scalar(((state - data) ** 2 + 1e-3 * ufl.inner(grad(kappa), grad(kappa))) / 2 * dx)
     options = {"riesz_representation": "L2", "petsc_options": solvers["petsc_options"]}
-    return pyadjoint.ReducedFunctional(value, pyadjoint.Control(kappa, riesz_map=options))
+    functional = pyadjoint.ReducedFunctional(value, pyadjoint.Control(kappa, riesz_map=options))
+    functional.problem = problem  # which is made anew in each evaluation if nobody has it
+    return functional
 
 
 def test_a_functional_of_dolfinx_adjoint_has_scipys_minimum(comm, tensor_mesh, pyadjoint):
