@@ -40,6 +40,14 @@ def rank_in_job() -> tuple[int, int]:
     return (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) if MPI.Is_initialized() else (0, 1)
 
 
+def ranks_in(comm: MPI.Comm, world: Communicator) -> list[int]:
+    """The ranks of `world` that a communicator of the application has, in ascending order; -1 for any other process.
+
+    Not collective.
+    """
+    return sorted(max(rank, -1) for rank in MPI.Group.Translate_ranks(comm.group, None, world.comm.group))
+
+
 class Axis(Communicator):
     """One direction of a mesh: the ranks that differ in one coordinate only, and the collectives over them.
 

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpishard.arguments import entries, integer, shown
+from mpishard.adapters.adapter import Adapter, adapter_of
+from mpishard.arguments import entries, integer, kind_of, shown
 from mpishard.backend import array as arrays
-from mpishard.comm.agreement import agree_on_settings, opening, text_of
+from mpishard.comm.agreement import agree_on_settings, in_words, opening, text_of
+from mpishard.comm.axis import ranks_in
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.rearrangement import Rearrangement
 from mpishard.layout.boxes import Box, box_shape
 from mpishard.layout.tensors import ParameterSpec
@@ -59,6 +62,8 @@ class Partition:
         Brings values from the order of `local` to that of `ids`.
     owned : 1-D array
         The values of this rank in the order of checkpoints: all of `local`, or with `ids` an even run of the numbers.
+    field : object or None
+        The one that `of` was given.
 
     Raises
     ------
@@ -100,13 +105,110 @@ class Partition:
         self.owned: Array = self.local.reshape(-1)
         if self.rearrangement is not None:
             self.owned = self.rearrangement.by_number(self.owned)
+        self.field: Any = None
         self.spec("field")  # all ranks check that the boxes fit together
+
+    @classmethod
+    def of(cls, field: Any, mesh: Mesh, *, ids: Any = None) -> Partition:
+        """Make the partition of a field that another package has distributed.  Collective over the mesh.
+
+        It has the values that this rank owns, without ghosts and halos.
+
+        Parameters
+        ----------
+        field : object
+            A ``DistributedArray`` of pylops-mpi, a ``Function`` of Devito or DOLFINx, or a ``Vec`` of petsc4py.  The
+            ranks that share it are those of ``mesh.tensor``, in any order.
+        mesh : Mesh
+            As for `Partition`.
+        ids : array of int, optional
+            As for `Partition`, where the numbers of `field` itself depend on the partition.
+
+        Returns
+        -------
+        Partition
+            Its `get` and `put` read and write such fields.
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks: if any gives no such field, or one that is shared by other ranks than a field of the mesh.
+        """
+        with opening(mesh.world, "Partition.of") as same:
+            adapter = adapter_of(field)
+            same |= {"kind of field": f"{adapter.what} of {adapter.package}", "ids are given": ids is not None}
+            _check_ranks(adapter, field, mesh)
+        with raised_on_all(mesh.world):
+            numbering = adapter.numbering(field) if ids is None else {"ids": ids}
+            values = adapter.values(field)
+            if "box" in numbering:
+                values = values.reshape(box_shape(numbering["box"]))
+        found = cls(values, mesh, **numbering)
+        found.field = field
+        return found
 
     def __repr__(self) -> str:
         return f"Partition({self.local.size} of {prod(self.shape)} values, rank {self.place.tensor_rank})"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.local, dtype=dtype, copy=copy)
+
+    def get(self, field: Any) -> Array:
+        """This rank's values of a field like the one of `of`, such as a gradient.
+
+        Parameters
+        ----------
+        field : object
+            Of a package that `of` takes, cut as that field.
+
+        Returns
+        -------
+        array
+            A copy, of the shape of `local`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If it is no such field, or has another number of values on this rank.
+        """
+        values = adapter_of(field).values(field)
+        if values.size != self.local.size:
+            raise ValueError(
+                f"the field {kind_of(field)} has {values.size} values on this rank, and the partition {self.local.size}"
+            )
+        return values.reshape(self.local.shape).copy()
+
+    def put(self, values: Any, field: Any = None) -> Any:
+        """Write values of this rank to a field, and to their copies on other ranks.  Collective over `ranks`.
+
+        Parameters
+        ----------
+        values : array
+            Like `local`, such as a point or the ``x`` of a result.
+        field : object, optional
+            Cut as the field of `of`; default: that field.
+
+        Returns
+        -------
+        object
+            The field.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If there is no such field, or another number of values.
+        """
+        into = self.field if field is None else field
+        adapter = adapter_of(into)
+        found = values if arrays.is_device(values) else np.asarray(values)
+        own = adapter.values(into)
+        if not found.size == own.size == self.local.size:
+            raise ValueError(
+                f"put got {found.size} values for {own.size} of {kind_of(into)} on this rank, where the partition has "
+                f"{self.local.size}"
+            )
+        adapter.put(found.reshape(own.shape), into)
+        return into
 
     def spec(self, name: str) -> ParameterSpec:
         """The global tensor of this field, in the order of checkpoints.
@@ -124,6 +226,21 @@ class Partition:
         if self.rearrangement is not None:
             return ParameterSpec(name, self.shape, tensor_dim=0)
         return ParameterSpec(name, self.shape, parts=self.parts)
+
+
+def _check_ranks(adapter: Adapter, field: Any, mesh: Mesh) -> None:
+    """Raise ValueError unless a field of another package is shared by the ranks that share one of the mesh."""
+    comm = adapter.communicator(field)
+    own = sorted(mesh.tensor.members)
+    theirs = [mesh.world.rank] if comm is None else ranks_in(comm, mesh.world)
+    if theirs != own:
+        others = theirs.count(-1)
+        more = f" and {others} processes outside of the mesh" * (others > 0)
+        raise ValueError(
+            f"the {adapter.what} of this rank is shared by {in_words('rank', theirs[others:])}{more}, and a field of "
+            f"the mesh ({mesh.sizes}) by {in_words('rank', own)}: make it with {adapter.remedy}, or the mesh with its "
+            "communicator, Mesh(space=comm)"
+        )
 
 
 def _real_copy(local: Any) -> Array:

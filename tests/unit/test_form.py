@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 FLOORS = [
     {"arguments", "lazy", "version"},
-    {"backend", "layout", "pipeline.schedule"},
+    {"adapters", "backend", "layout", "pipeline.schedule"},
     {"io"},
     {"launch", "optim", "minimizers", "compression"},  # these and what is below can be imported without an MPI library
     {"comm"},
@@ -33,6 +33,7 @@ FLOORS = [
     {"training", "estimate"},
     {"elastic", "jax", "torch"},
     {"inverse"},
+    {"pyadjoint"},
     {"environment"},
     {"cli"},
     {"__main__"},

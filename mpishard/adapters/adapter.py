@@ -1,0 +1,55 @@
+"""What mpishard asks of the objects of another package, and which file answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from importlib import import_module
+from typing import Any
+
+from mpishard.arguments import kind_of
+
+Array = Any
+_PACKAGES = "pylops_mpi", "devito", "dolfinx", "petsc4py", "pyadjoint"
+
+
+class Adapter(ABC):
+    """The objects of one package, each a field that ranks share."""
+
+    package: str
+    what: str  # the field, in messages
+    remedy: str  # how a field is made on the ranks of a mesh
+
+    @abstractmethod
+    def communicator(self, field: Any) -> Any:
+        """The communicator of the ranks that share the field; None where each rank has a field of its own.
+
+        Raises TypeError or ValueError if the field is not cut into parts.
+        """
+
+    @abstractmethod
+    def numbering(self, field: Any) -> dict[str, Any]:
+        """Where this rank's values are in the whole field, as arguments of a Partition.  Collective over its ranks.
+
+        Raises ValueError on all of them if that is not known.
+        """
+
+    @abstractmethod
+    def values(self, field: Any) -> Array:
+        """This rank's values, without copies of those of other ranks; perhaps a view.  Not collective."""
+
+    @abstractmethod
+    def put(self, values: Array, field: Any) -> None:
+        """Make them this rank's values, and bring them to their copies on other ranks; perhaps collective."""
+
+
+def adapter_of(field: Any) -> Adapter:
+    """The adapter of the package that has made an object.  Raises TypeError if there is none."""
+    for kind in type(field).__mro__:
+        package = kind.__module__.partition(".")[0]
+        if package in _PACKAGES:
+            found = import_module(f"mpishard.adapters.{package}").ADAPTER
+            assert isinstance(found, Adapter)
+            return found
+    raise TypeError(
+        f"{kind_of(field)} is no field of {', '.join(_PACKAGES)}: give Partition(local, mesh) the values of this rank"
+    )
