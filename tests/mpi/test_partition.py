@@ -152,7 +152,8 @@ class Stopped(Exception):
     """The job ends here."""
 
 
-def test_a_run_goes_on_in_five_other_partitions(comm, alone, folder):
+@pytest.mark.parametrize("kinds", [["ids", "ids", "runs", "ids", "runs", "ids"], ["boxes"] * 6], ids=["ids", "boxes"])
+def test_a_run_goes_on_in_five_other_partitions(comm, alone, folder, kinds):
     """It is killed in all of them but the last, and each has another number of ranks, if there are several."""
 
     def run(ranks, kind, seed, most):
@@ -171,17 +172,16 @@ def test_a_run_goes_on_in_five_other_partitions(comm, alone, folder):
             )  # fmt: skip
             return found, numbers, misfit.evaluations
 
-    kinds = ["ids", "ids", "runs", "ids", "boxes", "boxes"]
     for stage, kind in enumerate(kinds):
         size = comm.size - stage % comm.size
         ranks = comm.Split(int(comm.rank >= size), comm.rank)
         if comm.rank < size and stage < len(kinds) - 1:
             with pytest.raises(Stopped):
-                run(ranks, kind, stage, 5)
+                run(ranks, kind, stage, 3)
         elif comm.rank < size:
             found, numbers, evaluations = run(ranks, kind, stage, -1)
             assert np.array_equal(whole(ranks, found.x, numbers), alone.x) and found.nfev == alone.nfev
-            assert evaluations <= alone.nfev - 4 * (len(kinds) - 1)
+            assert evaluations <= alone.nfev - 2 * (len(kinds) - 1)
         comm.Barrier()
         ranks.Free()
 
@@ -520,22 +520,22 @@ class Fragile:
             self.failures += 1
             raise mpishard.EvaluationFailed("no convergence in 50 iterations")
         self.last = x.copy()
-        residual = np.exp(2 * x) - np.exp(2 * self.wanted)
-        return 0.5 * float((residual**2).sum()), 2 * np.exp(2 * x) * residual
+        residual = np.exp(x) - np.exp(self.wanted)
+        return 0.5 * float((residual**2).sum()), np.exp(x) * residual
 
 
-@pytest.mark.parametrize("method", ["L-BFGS-B", "L-BFGS", "CG"])
+@pytest.mark.parametrize("method", ["L-BFGS-B", "CG"])
 def test_a_solver_that_diverges_after_large_steps_ends_at_the_same_minimum(comm, method):
     """Some ranks fail at such a trial, and others do not."""
     with mpishard.Mesh(comm, tensor=comm.size) as mesh:
         numbers, how = numbers_of("ids", comm.rank, comm.size)
         start = Partition(np.zeros(numbers.shape), mesh, **how)
-        given = {"method": method, "mesh": mesh, "reduction": "sum", "options": {"gtol": 1e-7, "ftol": 0}}
+        given = {"method": method, "mesh": mesh, "reduction": "sum", "options": {"gtol": 1e-6, "ftol": 0}}
         steady, fragile = Fragile(numbers, np.inf), Fragile(numbers, 0.3)
         expected, found = minimize(steady, start, **given), minimize(fragile, start, **given)
         assert comm.allreduce(fragile.failures) > 0
         assert expected.success and found.success
-        assert np.allclose(found.x, steady.wanted, atol=1e-6) and np.allclose(expected.x, steady.wanted, atol=1e-6)
+        assert np.allclose(found.x, steady.wanted, atol=1e-5) and np.allclose(expected.x, steady.wanted, atol=1e-5)
 
 
 def test_the_message_names_the_rank_whose_solver_always_fails(comm):
@@ -849,16 +849,16 @@ def test_iterations_do_not_depend_on_the_mesh_with_its_mass_matrix(method):
             values = courses[name] = [fun(np.ones(nodes))[0]]
             minimize(
                 fun, np.ones(nodes), method=method, inner_product=product,
-                options={"gtol": 0, "ftol": 0, "maxiter": 200},
+                options={"gtol": 0, "ftol": 0, "maxiter": 140},
                 callback=lambda intermediate_result: values.append(intermediate_result.fun),  # noqa: B023
             )  # fmt: skip
         least = min(map(min, courses.values()))
-        near = least + 1e-8 * (values[0] - least)
+        near = least + 1e-6 * (values[0] - least)
         for name, course in courses.items():
-            counts[name, nodes, power] = next((at for at, value in enumerate(course) if value <= near), 200)
+            counts[name, nodes, power] = next((at for at, value in enumerate(course) if value <= near), 140)
     with_riesz = [counts[("riesz", *each)] for each in meshes]
     assert max(with_riesz) <= 1.3 * min(with_riesz), counts
-    assert counts["none", 80, 3] > 2 * counts["none", 80, 1] and counts["none", 80, 3] > 1.3 * counts["none", 20, 3]
+    assert counts["none", 80, 3] > 5 * counts["none", 80, 1] and counts["none", 80, 3] > 1.3 * counts["none", 20, 3]
 
 
 def test_a_riesz_map_on_a_partition_has_the_bits_of_one_process(comm):
