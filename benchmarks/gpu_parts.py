@@ -296,9 +296,9 @@ def child_minimize(setting: Setting) -> dict[str, Any]:
 
         found = mpishard.minimize(
             value_and_gradient,
-            module.asarray(start(0, pairs, percent).reshape(-1)),
+            module.asarray(start(np.arange(pairs), percent).reshape(-1)),
             method="L-BFGS-B",
-            bounds=(LOWER, upper_bounds(0, pairs, percent).reshape(-1)),
+            bounds=(LOWER, upper_bounds(np.arange(pairs), percent).reshape(-1)),
             callback=one_iteration,
             options={"maxiter": iterations, "maxcor": HISTORY, "ftol": 0, "gtol": 0},
             mesh=mesh,

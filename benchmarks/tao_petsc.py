@@ -3,7 +3,7 @@
     mpirun -n 2 python3 benchmarks/tao_petsc.py blmvm|bqnls UNKNOWNS ITERATIONS PERCENT [PETSc options]
     mpirun -n 2 python3 benchmarks/tao_petsc.py scipy UNKNOWNS ITERATIONS PERCENT
 
-Needs petsc4py (Debian: python3-petsc4py), mpi4py and SciPy, and not mpishard.
+Needs petsc4py (Debian: python3-petsc4py; or pip's dolfinx-solver-real), mpi4py and SciPy, and not mpishard.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ def by_tao(method: str, unknowns: int, iterations: int, percent: int) -> None:
     import petsc4py
 
     prefix = "tao_blmvm_" if method == "blmvm" else "tao_bqnk_"
-    petsc4py.init([sys.argv[0], f"-{prefix}mat_lmvm_num_vecs", str(HISTORY), *sys.argv[5:]])
+    # The history is called the one or the other, by the version of PETSc.
+    history = [word for name in ("num_vecs", "hist_size") for word in (f"-{prefix}mat_lmvm_{name}", str(HISTORY))]
+    petsc4py.init([sys.argv[0], *history, *sys.argv[5:]])
     from petsc4py import PETSc
 
     comm = PETSc.COMM_WORLD
@@ -30,10 +32,12 @@ def by_tao(method: str, unknowns: int, iterations: int, percent: int) -> None:
     PETSc.Vec().createMPI((2, None), comm=comm).norm()  # with all that PETSc needs for itself
     before = peak_bytes()
     x = PETSc.Vec().createMPI((2 * (end - first), unknowns), comm=comm)
-    x.array[:] = start(first, end, percent).reshape(-1)
+    number = np.arange(first, end)
+    x.array[:] = start(number, percent).reshape(-1)
     lower, upper = x.duplicate(), x.duplicate()
     lower.set(LOWER)
-    upper.array[:] = upper_bounds(first, end, percent).reshape(-1)
+    upper.array[:] = upper_bounds(number, percent).reshape(-1)
+    del number
     function = Rosenbrock()
 
     def evaluate(tao: Any, point: Any, gradient: Any) -> float:
@@ -63,7 +67,7 @@ def by_scipy(unknowns: int, iterations: int, percent: int) -> None:
     first, end = rows_of(mpi.rank, mpi.size, unknowns)
     counts = [2 * (stop - begin) for begin, stop in (rows_of(rank, mpi.size, unknowns) for rank in range(mpi.size))]
     before = peak_bytes()
-    own, slope, function = start(first, end, percent), np.empty((end - first, 2)), Rosenbrock()
+    own, slope, function = start(np.arange(first, end), percent), np.empty((end - first, 2)), Rosenbrock()
 
     def part() -> float:
         """Collective: the value of all, of the parts of the point on all ranks."""
@@ -84,7 +88,7 @@ def by_scipy(unknowns: int, iterations: int, percent: int) -> None:
             return value, gradient
 
         options = {"maxiter": iterations, "maxcor": HISTORY, "ftol": 0.0, "gtol": 0.0}
-        box = Bounds(LOWER, upper_bounds(0, unknowns // 2, percent).reshape(-1))
+        box = Bounds(LOWER, upper_bounds(np.arange(unknowns // 2), percent).reshape(-1))
         began = time.perf_counter()
         result = minimize(evaluate, whole, jac=True, method="L-BFGS-B", bounds=box, options=options)
         seconds, taken, value = time.perf_counter() - began, result.nit, result.fun

@@ -22,23 +22,32 @@ def rows_of(rank: int, size: int, unknowns: int) -> tuple[int, int]:
     return first, first + each + (rank < more)
 
 
-def near_bounds(first: int, end: int, percent: int) -> np.ndarray:
-    """Of which of these pairs the first unknown has the bound `NEAR`."""
-    return (np.arange(first, end) % 10 < 6) & (percent == 30)
+def scattered(rank: int, size: int, unknowns: int) -> np.ndarray:
+    """The numbers of the pairs that a rank has where they are dealt out at random, in any order."""
+    random = np.random.default_rng(0)
+    owned, block = [], 1 << 20
+    for first in range(0, unknowns // 2, block):
+        owners = random.integers(size, size=min(block, unknowns // 2 - first))
+        owned.append(first + np.flatnonzero(owners == rank))
+    return random.permutation(np.concatenate(owned))
 
 
-def start(first: int, end: int, percent: int) -> np.ndarray:
+def near_bounds(number: np.ndarray, percent: int) -> np.ndarray:
+    """Of which of the pairs with these numbers the first unknown has the bound `NEAR`."""
+    return (number % 10 < 6) & (percent == 30)
+
+
+def start(number: np.ndarray, percent: int) -> np.ndarray:
     """The start of these pairs; another one for each."""
-    number = np.arange(first, end)
     pairs = np.stack([-1.2 + 0.4 * np.sin(number), 0.5 + 0.2 * np.cos(number)], axis=1)
-    pairs[near_bounds(first, end, percent), 0] = NEAR
+    pairs[near_bounds(number, percent), 0] = NEAR
     return pairs
 
 
-def upper_bounds(first: int, end: int, percent: int) -> np.ndarray:
+def upper_bounds(number: np.ndarray, percent: int) -> np.ndarray:
     """The upper bounds of these pairs."""
-    bounds = np.full((end - first, 2), UPPER[percent])
-    bounds[near_bounds(first, end, percent), 0] = NEAR
+    bounds = np.full((len(number), 2), UPPER[percent])
+    bounds[near_bounds(number, percent), 0] = NEAR
     return bounds
 
 

@@ -27,6 +27,7 @@ DOCS = Path(__file__).resolve().parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Pages that need what mpishard does not.
 NEEDS = {
+    "how-to/from-tao-rol-scipy.md": "scipy",
     "how-to/jax.md": "optax",  # which needs JAX
     "how-to/pyadjoint.md": "pyadjoint",
     "how-to/pytorch.md": "torch",

@@ -60,6 +60,7 @@ POINT = "point"
 _METADATA = "minimizer.json"
 _BATCHES = "batches"  # in the metadata
 _ABOUT_ELEMENTS = ("bounds", "fixed", "inner_product", "preconditioner")
+_BLOCK = 1 << 14  # elements of which options are hashed at once
 _ROUNDING = 1e-3  # the most by which losses of the ranks of one model may differ, as a share of them
 
 
@@ -102,19 +103,21 @@ def hash_of_elements(strategy: Strategy, limits: Limits) -> int:
     parameters = strategy.parameters
     starts = itertools.accumulate((spec.size for spec in parameters.specs), initial=0)
     first = {spec.name: (spec, start) for spec, start in zip(parameters.specs, starts, strict=False)}
-    numbers, counted = [np.empty(0, np.uint64)], [np.empty(0, bool)]
-    for piece in cut_holding(parameters.pieces, strategy.ownership.own):
-        spec, start = first[piece.name]
-        within = np.ravel_multi_index(np.ix_(*(np.arange(*ends) for ends in piece.box)), spec.shape).reshape(-1)
-        numbers.append((within + start).astype(np.uint64))
-        counted.append(np.full(piece.size, parameters.place.is_primary(spec)))
-    number, counts = np.concatenate(numbers), np.concatenate(counted)
+    about = (limits.lower, limits.upper, limits.fixed, limits.weights, limits.scaling)
+    given = [(place, arrays.to_host(option)) for place, option in enumerate(about) if option is not None]
     total = np.zeros(1, np.uint64)  # an array, whose sums wrap
-    for place, option in enumerate((limits.lower, limits.upper, limits.fixed, limits.weights, limits.scaling)):
-        if option is not None:
-            values = (np.asarray(arrays.to_host(option), np.float64) + 0.0).view(np.uint64)
-            words = _mixed(_mixed(number + np.uint64(place << 56)) ^ values)
-            total += words[counts].sum(dtype=np.uint64, keepdims=True)
+    for piece in cut_holding(parameters.pieces, strategy.ownership.own):
+        spec, number_of_first = first[piece.name]
+        # Blocks of elements stay in the cache while words of them are made.
+        for start in range(0, piece.size if parameters.place.is_primary(spec) else 0, _BLOCK):
+            stop = min(start + _BLOCK, piece.size)
+            within = np.unravel_index(np.arange(start, stop), piece.shape)
+            places = tuple(each + begin for each, (begin, _) in zip(within, piece.box, strict=True))
+            number = (np.ravel_multi_index(places, spec.shape) + number_of_first).astype(np.uint64)
+            for place, option in given:
+                values = option[piece.start + start : piece.start + stop].astype(np.float64) + 0.0
+                words = _mixed(_mixed(number + np.uint64(place << 56)) ^ values.view(np.uint64))
+                total += words.sum(dtype=np.uint64, keepdims=True)
     found = total.view(np.int64)
     strategy.sync_group.all_reduce(found, label="control")
     return int(found.view(np.uint64)[0])
