@@ -70,8 +70,6 @@ class Functions:
             if not (callable(function) or (name != "fun" and function is None)):
                 more = "; there are no finite differences and no updates of a Hessian" * (name == "hess")
                 raise TypeError(f"{name}={shown(function)} must be a function{more}")
-        if hess is not None and hessp is not None:
-            raise ValueError("hess and hessp are both the Hessian; give one of them")
         self.differences = jac if may_differ and isinstance(jac, str) and jac in _DIFFERENCES else None
         if not callable(jac) and jac is not True and self.differences is None:
             more = f", or one of {', '.join(map(repr, _DIFFERENCES))} for finite differences" * may_differ
@@ -117,7 +115,7 @@ class Functions:
         else:
             raise TypeError(
                 f"fun must return (value, gradient), as jac=True says; it returned a {type(found).__name__}.  If it "
-                "returns the value alone, give jac=function"
+                "returns the value alone, give jac=function, or to minimize jac='2-point' for finite differences"
             )
         return number_of(found), gradient
 

@@ -84,8 +84,8 @@ def minimize(
         ``hess(x, *args)``: the Hessian, or a Gauss-Newton approximation of it, for the Newton methods: an array, a
         sparse matrix as SciPy's, or an operator with ``shape`` and ``matvec(v)``, such as
         ``scipy.sparse.linalg.LinearOperator``.  Rows and columns are in the order of the elements of `x0`.  It is kept
-        for one point.  On a mesh it is as the gradient: the whole one on each rank, with ``reduction="sum"`` or
-        `samples` a term of it; not for an `x0` that is split over the tensor axis.
+        for one point, and counts where `hessp` is given, too.  On a mesh it is as the gradient: the whole one on each
+        rank, with ``reduction="sum"`` or `samples` a term of it; not for an `x0` that is split over the tensor axis.
     hessp : callable, optional
         ``hessp(x, direction, *args)``: such a matrix times a direction.
     bounds : optional

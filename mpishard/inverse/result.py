@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -158,6 +158,8 @@ def pair_of_bounds(bounds: Any, size: int) -> Any:
         return {name: _ends(_pair(pair, f"bounds of {name!r}")) for name, pair in bounds.items()}
     if hasattr(bounds, "lb") and hasattr(bounds, "ub"):
         return _ends((bounds.lb, bounds.ub))
+    if isinstance(bounds, Iterator):  # such as a zip
+        bounds = list(bounds)
     if isinstance(bounds, str) or not isinstance(bounds, Sequence | np.ndarray):
         raise TypeError(f"bounds={shown(bounds)} must be {_FORMS}")
     if len(bounds) == size and all(_is_pair(each) for each in bounds):
@@ -214,6 +216,7 @@ _FREE = {"cg", "newton-cg", "trust-ncg"}
 _ITERATIONS = 200  # for each unknown
 # SciPy's names of options that are called otherwise here.
 _RENAMED = {"maxcor": "history", "initial_trust_radius": "initial_radius", "max_trust_radius": "max_radius"}
+_COUNTS = {"maxiter", "maxfun", "maxls", "history", "maxcg"}
 # Fields of methods that are arguments of `minimize`.
 _ARGUMENTS = {"bounds", "fixed", "inner_product", "preconditioner"}
 
@@ -252,7 +255,7 @@ def make_method(
     for name, value in options.items():
         own = _RENAMED.get(name, name)
         if own in names - _ARGUMENTS:
-            given[own] = value
+            given[own] = count_of(value) if own in _COUNTS else value
         elif name not in {field.name for field in fields(LoopOptions)}:
             raise ValueError(f"{_label(method)} has no option {name!r}; its options are {', '.join(_known(names))}")
     for name, value in elements.items():
@@ -265,6 +268,11 @@ def make_method(
         return replace(method, **given), loop
     made: Method = kind(**given)
     return made, loop
+
+
+def count_of(value: Any) -> Any:
+    """A number such as 1e4, as SciPy takes it for a count, as an int; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _class_of(method: str | Method) -> tuple[type[Method], tuple[str, ...]]:

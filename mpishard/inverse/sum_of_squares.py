@@ -17,7 +17,7 @@ from mpishard.comm.errors import OneRank
 from mpishard.inverse.functions import Callback, Functions, Watch, opening, world_of
 from mpishard.inverse.minimization import ElasticArguments, elastic_options, files_given, solve
 from mpishard.inverse.residuals import GaussNewtonFunctions, Loss, ResidualFunctions, Rows
-from mpishard.inverse.result import LoopOptions, OptimizeResult, pair_of_bounds
+from mpishard.inverse.result import LoopOptions, OptimizeResult, count_of, pair_of_bounds
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.minimizers.elements import whole_bounds, whole_elements
 from mpishard.minimizers.least_squares import (
@@ -136,8 +136,9 @@ def least_squares(
         From where on residuals count as outliers.
     diff_step : float, array or None
         Steps of finite differences, relative to x.
-    tr_solver : {None, "exact", "cg"}
-        None: ``"cg"`` where `jac` returns sparse rows or an operator, or one of the arguments for it is given.
+    tr_solver : {None, "exact", "cg", "lsmr"}
+        ``"lsmr"``, SciPy's other one, is ``"cg"``.  None: that where `jac` returns sparse rows or an operator, or one
+        of the arguments for it is given.
     tr_options : mapping, optional
         For ``"cg"``: ``forcing``, ``forcing_power``, ``maxcg``, ``initial_radius`` and ``max_radius`` of
         `TruncatedNewton`; ``forcing`` is 0.01 here.
@@ -254,6 +255,7 @@ def _solver(given: Any, method: str, jac: Any, start: str, for_cg: Mapping[str, 
 
     `start` is what the start is if that is for "cg" alone, else empty.
     """
+    given = "cg" if isinstance(given, str) and given == "lsmr" else given
     if given not in (None, "exact", "cg"):
         raise ValueError(
             f"tr_solver={shown(given)} must be None, 'exact' or 'cg', conjugate gradients with products of the Jacobian"
@@ -325,7 +327,7 @@ class _Settings:
             0.0 if each is None else number(name, each, least=0)
             for name, each in zip(("ftol", "xtol", "gtol"), tolerances, strict=True)
         )
-        max_nfev = 100 * unknowns.total if max_nfev is None else integer("max_nfev", max_nfev, least=1)
+        max_nfev = 100 * unknowns.total if max_nfev is None else integer("max_nfev", count_of(max_nfev), least=1)
         if integer("verbose", verbose, least=0) > 2:
             raise ValueError(f"verbose={verbose} must be 0, 1 or 2")
         if tree is not None:

@@ -525,11 +525,24 @@ REFUSED = [
     ({"method": "L-BFGS", "bounds": (0, 1)}, ValueError, "no bounds; method='L-BFGS-B'"),
     ({"method": "Newton-CG"}, ValueError, "Hessian: give hessp.*hess="),
     ({"hess": "2-point"}, TypeError, "hess='2-point'"),
-    ({"hess": hessian, "hessp": curvature}, ValueError, "hess and hessp"),
     ({**NEWTON, "hess": lambda x: np.eye(2)}, ValueError, r"\(2, 2\), but x0 has 3"),
     ({**NEWTON, "hess": lambda x: "a"}, TypeError, "hess .*matrix"),
     ({**COMPLEX, "method": "trust-ncg", "hess": hessian}, ValueError, "real numbers, and x0 is complex"),
 ]
+
+
+def test_what_scipy_takes_in_other_forms():
+    """Bounds of a zip, counts such as 1e4, and both forms of a Hessian, of which the matrix counts."""
+    start = np.array([-1.0, 0.7, 0.3])
+    plain = minimize(rosenbrock, start, bounds=[(-2, 0.5)] * len(start), options={"maxiter": 4})
+    ends = [-2] * len(start), [0.5] * len(start)
+    found = minimize(rosenbrock, start, bounds=zip(*ends, strict=True), options={"maxiter": 4.0, "maxfun": 1e4})
+    assert np.array_equal(found.x, plain.x) and found.nit == 4
+    with pytest.raises(TypeError, match="maxiter=4.5"):
+        minimize(rosenbrock, start, options={"maxiter": 4.5})
+    by_matrix = minimize(x0=start, **NEWTON, hess=hessian)
+    both = minimize(x0=start, **NEWTON, hess=hessian, hessp=lambda x, p: 0 * p)
+    assert np.array_equal(both.x, by_matrix.x) and both.nit > 1
 
 
 @pytest.mark.parametrize(("change", "error", "words"), REFUSED, ids=[words[:30] for *_, words in REFUSED])
