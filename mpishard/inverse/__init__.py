@@ -8,7 +8,7 @@ ranks of a mesh, and ``functions``, with ``trees``, what users give; ``result`` 
 SciPy's names; ``finite_differences`` are for functions without a gradient.  Beside it: ``sum_of_squares`` and
 ``residuals``, least squares, and ``fit_covariance``, the errors of a fit; ``elastic_minimization``; ``multipliers``,
 constraints; ``ensemble`` and ``parameter_choice``, many runs; ``regularization`` and ``time_steps``, parts of users'
-functions, and ``gradient_check``, which tests these.
+functions, ``gradient_check``, with ``taylor``, and ``adjoint_check``, which test these, and ``pictures``.
 
 A name's module is imported when it is first asked for: `minimize` and `least_squares` without a mesh do without MPI.
 """
@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 from mpishard.lazy import names_when_used
 
 if TYPE_CHECKING:
+    from mpishard.inverse.adjoint_check import AdjointCheck, check_adjoint
     from mpishard.inverse.ensemble import map_runs
     from mpishard.inverse.fit_covariance import Covariance, covariance
     from mpishard.inverse.functions import EvaluationFailed
-    from mpishard.inverse.gradient_check import AdjointCheck, GradientCheck, check_adjoint, check_gradient
+    from mpishard.inverse.gradient_check import GradientCheck, check_gradient
     from mpishard.inverse.minimization import minimize
     from mpishard.inverse.multipliers import augmented_lagrangian
     from mpishard.inverse.parameter_choice import LCurve, l_curve
@@ -62,7 +63,8 @@ if not TYPE_CHECKING:  # a type checker has the names from above
             "fit_covariance": "Covariance covariance",
             "ensemble": "map_runs",
             "functions": "EvaluationFailed",
-            "gradient_check": "AdjointCheck GradientCheck check_adjoint check_gradient",
+            "adjoint_check": "AdjointCheck check_adjoint",
+            "gradient_check": "GradientCheck check_gradient",
             "sum_of_squares": "least_squares",
             "minimization": "minimize",
             "parameter_choice": "LCurve l_curve",

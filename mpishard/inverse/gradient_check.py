@@ -1,9 +1,4 @@
-"""The Taylor test: is a gradient that of its function? And the dot-product test: is an operator the adjoint of another?
-
-A right gradient g leaves a remainder f(x + h d) - f(x) - h g'd that falls like h^2; a wrong one leaves a part of the
-linear term, and falls like h. With the Hessian H, the remainder f(x + h d) - f(x) - h g'd - h^2/2 d'Hd falls like h^3.
-Steps at which rounding hides the remainder are left out (Griewank and Walther, Evaluating Derivatives, 2008).
-"""
+"""Is a gradient that of its function, and a Hessian product that of the gradient? Up to three Taylor tests say so."""
 
 from __future__ import annotations
 
@@ -22,9 +17,9 @@ from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data.sampling import share
 from mpishard.inverse.functions import Functions, opening, world_of
-from mpishard.inverse.unknowns import Unknowns, is_part
-from mpishard.layout.boxes import whole_box
-from mpishard.lazy import of_extra
+from mpishard.inverse.pictures import draw_remainders
+from mpishard.inverse.taylor import TaylorTest, taylor_test
+from mpishard.inverse.unknowns import Unknowns
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.problem import OptimizationProblem
 
@@ -207,95 +202,6 @@ def _set_values(target: Array, values: np.ndarray) -> None:
         np.copyto(target, values)
 
 
-# The order in which a Taylor remainder falls with the step, where rounding does not hide it.
-
-_AHEAD = 10.0  # a remainder counts if it is at least this factor above the rounding errors
-_FLAT = 0.6  # remainders that fall more slowly than this power of the step are errors of the function itself
-_FITTED = 3  # remainders in the fit, those of the smallest steps
-_SIGNIFICANT = 6.0  # standard deviations
-_SLACK = 0.2  # by which an order may be too low
-
-
-@dataclass(frozen=True)
-class TaylorTest:
-    """The remainders of a Taylor series for a row of steps, and the order in which they fall."""
-
-    name: str  # of the remainder
-    expected: int  # the order of the remainder if the terms are right
-    steps: tuple[float, ...]  # h, descending
-    remainders: tuple[float, ...]  # absolute, for each step; NaN or infinite outside of the function's domain
-    used: tuple[bool, ...]  # the remainder is in the fit of the order: one of the smallest that rounding does not hide
-    order: float  # the slope of the used remainders, in logarithms; NaN if rounding hides all of them
-    error: float  # the smallest remainder relative to the last term of the series
-    passed: bool  # the order is as expected, or the agreement as close as the precision of the values can show
-
-
-def taylor_test(
-    name: str, expected: int, steps: Array, remainders: Array, terms: Array, rounding: Array, precision: float
-) -> TaylorTest:
-    """Fit the order of remainders.
-
-    For each step, `terms` has the last term of the series that was subtracted, and `rounding` the size of the rounding
-    errors in the remainder; `precision` is the relative precision of the values.
-    """
-    left = np.abs(remainders)
-    known = np.isfinite(left)
-    floor = np.maximum(_AHEAD * rounding, _level_of_tail(steps, left, known))
-    seen = np.flatnonzero(known & (left > floor))
-    fitted = seen[-_FITTED:]
-    order = float("nan")
-    if len(fitted) > 1:  # the last two are the nearest to the limit
-        order = max(_slope(steps[each], left[each]) for each in (fitted, fitted[-2:]))
-    after = fitted[-1] + 1 if len(fitted) else len(steps)
-    if after < len(steps) and known[after]:
-        # A remainder that falls below the rounding errors at once, as of a piecewise linear function, falls steeply.
-        last, lower = left[after - 1], max(left[after], floor[after])
-        order = np.fmax(order, np.log(last / lower) / np.log(steps[after - 1] / steps[after]) if lower else np.inf)
-    relative = np.divide(left, np.abs(terms), out=np.where(left > 0, np.inf, 0.0), where=terms != 0)[known]
-    # Two neighbours must be small: one may be so by accident, where terms cancel.
-    error = float(np.maximum(relative[1:], relative[:-1]).min(initial=np.inf))
-    tail = np.flatnonzero(known)
-    tail = tail[tail >= fitted[0]] if len(fitted) else tail[:0]
-    power = steps[tail] ** (expected - 1)
-    steep = order > expected + 1.5  # as a piecewise linear function between two kinks
-    wrong = not steep and _has_lower_order(steps[tail], remainders[tail] / power, rounding[tail] / power)
-    used = tuple(bool(index in fitted) for index in range(len(steps)))
-    passed = bool(error <= precision**0.5 or (order >= expected - _SLACK and not wrong))
-    return TaylorTest(name, expected, tuple(steps.tolist()), tuple(left.tolist()), used, float(order), error, passed)
-
-
-def _slope(h: np.ndarray, left: np.ndarray) -> float:
-    """The slope of the logarithms, by least squares."""
-    return float(np.polyfit(np.log(h), np.log(left), 1)[0])
-
-
-def _has_lower_order(h: np.ndarray, ratios: np.ndarray, rounding: np.ndarray) -> bool:
-    """Return True if remainders over a power of the step tend to something else than 0 with the step.
-
-    The order alone may not show it, where the wrong part of a term and the next term have different signs. Fits
-    ``a + b h + c h^2`` by least squares, weighted by rounding errors, and tests that a is significant.
-    """
-    if len(h) < 5 or not (rounding.all() and np.isfinite(rounding).all()):
-        return False
-    # In units of the smallest error, so that squares are numbers.
-    columns = np.vander(h / h[0], 3, increasing=True) * (rounding.min() / rounding)[:, None]
-    wanted = ratios / rounding
-    inverse = np.linalg.inv(columns.T @ columns)
-    fit = inverse @ (columns.T @ wanted)
-    misfit = columns @ fit - wanted
-    deviation = (inverse[0, 0] * max(1.0, float(misfit @ misfit) / (len(h) - 3))) ** 0.5
-    return bool(abs(fit[0]) > _SIGNIFICANT * deviation)
-
-
-def _level_of_tail(h: np.ndarray, left: np.ndarray, known: np.ndarray) -> float:
-    """Ten times the median of the remainders at the small steps that no longer fall; 0 without such steps."""
-    for first in range(len(h) - 2):
-        tail = np.arange(first, len(h))[known[first:] & (left[first:] > 0)]
-        if len(tail) > 2 and _slope(h[tail], left[tail]) < _FLAT:
-            return 10.0 * float(np.median(left[tail]))
-    return 0.0
-
-
 # The check of a gradient, by up to three Taylor tests.
 
 _FIRST = 0.1  # step
@@ -442,7 +348,7 @@ def check_gradient(
             size = sum(spec.size for spec in part.point.specs)
             print(f"check of the gradient of {size} elements, {line.dtype}\n{result}")
         if plot is not None:
-            draw(result.tests, plot)
+            draw_remainders(result.tests, plot)
     return result
 
 
@@ -573,179 +479,3 @@ def _diagnosis(
         f"the gradient is wrong: along the direction the slope of the function is {quotient:.6g}, and that of the "
         f"gradient {derivative:.6g}{times}; the remainder falls like h^{test.order:.2f}"
     )
-
-
-# Pictures: the remainders of a gradient check over the steps, and an L-curve.  No other file of `inverse` draws.
-
-
-def draw(tests: Sequence[TaylorTest], path: str | PathLike[str]) -> None:
-    """Draw one panel per test; full marks are those of the fit of the order, with a line of the expected order."""
-    figure = of_extra("matplotlib.figure", "cli", "the picture of a gradient check").Figure(
-        figsize=(4.6 * len(tests), 4), layout="constrained"
-    )
-    for panel, test in zip(figure.subplots(1, len(tests), squeeze=False)[0], tests, strict=True):
-        steps, left, used = np.array(test.steps), np.array(test.remainders), np.array(test.used)
-        colour = "#0072b2" if test.passed else "#d55e00"
-        panel.plot(steps, left, color=colour, lw=1, marker="o", mfc="white", ms=5, label="remainder")
-        panel.plot(steps[used], left[used], "o", color=colour, ms=5, label=f"order {test.order:.2f}")
-        if used.any():
-            right = left[used][0] * (steps / steps[used][0]) ** test.expected
-            seen = right >= 0.1 * left[left > 0].min()
-            panel.plot(steps[seen], right[seen], color="0.5", ls=":", label=f"order {test.expected}")
-        panel.set(xlabel="h", xscale="log", yscale="log")
-        panel.set_title(test.name, fontsize=9)
-        panel.grid(alpha=0.3)
-        panel.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=100)
-
-
-_NAMED = 12  # points of an L-curve up to which all have their weights beside them
-
-
-def draw_l_curve(
-    weights: Sequence[float],
-    misfits: Sequence[float],
-    terms: Sequence[float],
-    corner: int | None,
-    title: str,
-    path: str | PathLike[str],
-) -> None:
-    """Draw the points of an L-curve, of `inverse/parameter_choice.py`, with their weights; a star is at the corner."""
-    figure = of_extra("matplotlib.figure", "cli", "the picture of an L-curve").Figure(
-        figsize=(5.4, 4.4), layout="constrained"
-    )
-    panel = figure.add_subplot()
-    order = sorted(range(len(weights)), key=weights.__getitem__)
-    panel.plot([misfits[each] for each in order], [terms[each] for each in order], color="#0072b2", lw=1, marker="o")
-    if corner is not None:
-        panel.plot(misfits[corner], terms[corner], "*", color="#d55e00", ms=14, mec="white")
-    named = order if len(order) <= _NAMED else sorted({order[0], order[-1], order[0] if corner is None else corner})
-    for each in named:
-        text = f"{weights[each]:g}"
-        panel.annotate(text, (misfits[each], terms[each]), xytext=(6, 4), textcoords="offset points", fontsize=8)
-    panel.set(xlabel="misfit", ylabel="term", xscale="log", yscale="log")
-    panel.set_title(title, fontsize=9)
-    panel.grid(alpha=0.3)
-    figure.savefig(path, dpi=100)
-
-
-# The check of an adjoint.
-
-
-@dataclass(frozen=True)
-class AdjointCheck:
-    """The result of `check_adjoint`; true if the check has passed.
-
-    Parameters
-    ----------
-    passed : bool
-        Whether `error` is at most the tolerance.
-    error : float
-        ``|<Ax, y> - <x, A'y>| / (|Ax| |y|)``.
-    forward, adjoint : float
-        ``<Ax, y>`` and ``<x, A'y>``.
-    """
-
-    passed: bool
-    error: float
-    forward: float
-    adjoint: float
-
-    def __bool__(self) -> bool:
-        return self.passed
-
-    def __str__(self) -> str:
-        """One line."""
-        verdict = "PASS" if self.passed else "FAIL"
-        return f"{verdict}: <Ax, y> = {self.forward:.15g}, <x, A'y> = {self.adjoint:.15g}, relative {self.error:.1e}"
-
-
-def check_adjoint(
-    forward: Callable[[Any], Any],
-    adjoint: Callable[[Any], Any],
-    x: Any,
-    y: Any,
-    *,
-    mesh: Mesh | None = None,
-    tolerance: float | None = None,
-    seed: int = 0,
-    disp: bool = True,
-) -> AdjointCheck:
-    """Check that ``<Ax, y> = <x, A'y>`` for random x and y.
-
-    Collective over the mesh, if there is one: each rank gives its parts of the vectors, every element on one rank.
-
-    Parameters
-    ----------
-    forward, adjoint : callable
-        ``forward(x) -> A x`` and ``adjoint(y) -> A' y``, which must be linear.
-    x, y : array or Partition
-        What shapes and dtypes they take; the values do not matter.  float32 or float64.  With a `Partition` they take
-        arrays of this rank's part of a field, and each group of the mesh has a field of its own here.
-    mesh : Mesh, optional
-        The ranks that have parts of the vectors.
-    tolerance : float, optional
-        The largest relative error that passes.  Default: 1e-4 where a vector or a result is float32, else 1e-12.
-    seed : int
-        Of the random values.
-    disp : bool
-        Whether the first rank prints a line.
-
-    Returns
-    -------
-    AdjointCheck
-        The same on all ranks.
-
-    Raises
-    ------
-    TypeError, ValueError
-        On all ranks, if a function of any rank raises these, or returns another shape than the other one takes.
-
-    Examples
-    --------
-    >>> import numpy as np, mpishard
-    >>> A = np.arange(6.0).reshape(2, 3)
-    >>> bool(mpishard.check_adjoint(lambda x: A @ x, lambda y: A.T @ y, np.zeros(3), np.zeros(2), disp=False))
-    True
-    """
-    axis = world_of(mesh)
-    with opening(mesh, "check_adjoint") as same:
-        flag("disp", disp)
-        vectors = [
-            _random(like, integer("seed", seed), f"{name} of rank {axis.rank}") for like, name in ((x, "x"), (y, "y"))
-        ]
-        is_single = any(vector.dtype == np.float32 for vector in vectors)
-        limit = None if tolerance is None else number("tolerance", tolerance, least=0)
-        same |= {"seed": seed, "tolerance": limit}
-    results: list[np.ndarray] = []
-    with raised_on_all(axis):
-        for name, apply, vector, other in (("forward", forward, *vectors), ("adjoint", adjoint, *vectors[::-1])):
-            found = apply(vector.copy())
-            if np.shape(found) != other.shape:
-                raise ValueError(f"{name} gives shape {np.shape(found)}, but the other one takes {other.shape}")
-            is_single = is_single or getattr(found, "dtype", None) == np.float32
-            results.append(_flat(found))
-    one, other = (_flat(vector) for vector in vectors)
-    sums = [results[0] @ other, one @ results[1], results[0] @ results[0], other @ other, is_single]
-    there, back, square, other_square, singles = axis.all_reduce(np.array(sums), label="control").tolist()
-    limit = (1e-4 if singles else 1e-12) if limit is None else limit
-    size = (square * other_square) ** 0.5
-    error = abs(there - back) / size if size else float(there != back)
-    check = AdjointCheck(bool(error <= limit), float(error), there, back)
-    if disp and axis.rank == 0:
-        print(check)
-    return check
-
-
-def _random(like: Any, seed: int, name: str) -> Array:
-    """Random numbers of the shape, dtype and device of an array; dtypes other than float32 become float64."""
-    like = like.local if is_part(like) else like
-    shape = np.shape(like)
-    dtype = np.float32 if getattr(like, "dtype", None) == np.float32 else np.float64
-    values = uniform_in_box(seed, name, shape, whole_box(shape)).astype(dtype)
-    return arrays.module_of(like).asarray(values) if arrays.is_device(like) else values
-
-
-def _flat(values: Array) -> np.ndarray:
-    """An array as a float64 vector on the host."""
-    return np.asarray(arrays.to_host(values) if arrays.is_device(values) else values, np.float64).reshape(-1)

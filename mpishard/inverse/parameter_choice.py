@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import entries, number
+from mpishard.inverse.pictures import draw_l_curve
 
 _FEWEST = 3  # points that make an angle
 _WIDEST = 7 * math.pi / 8  # an angle at a corner is smaller
@@ -127,8 +128,6 @@ def l_curve(weights: Any, misfits: Any, terms: Any, *, plot: str | PathLike[str]
     corner = None if place is None else order[::-1][place]
     found = LCurve(tuple(given), tuple(heights["misfits"]), tuple(heights["terms"]), corner, angle)
     if plot is not None:
-        from mpishard.inverse.gradient_check import draw_l_curve  # which needs MPI
-
         draw_l_curve(found.weights, found.misfits, found.terms, corner, str(found), plot)
     return found
 

@@ -48,7 +48,7 @@ OUTSIDERS = {
     "cudnn": {"nn.device_attention"},
     "nvmath": {"backend.cublas"},
     "mpi4py": {"backend.process", "comm", "elastic", "environment", "estimate", "cli"},
-    "matplotlib": {"cli", "inverse.gradient_check"},
+    "matplotlib": {"cli", "inverse.pictures"},
     "rich": {"cli"},
     "typer": {"cli"},
     "checkpoint_schedules": {"inverse.time_steps"},

@@ -1,0 +1,61 @@
+"""Pictures of `inverse`: the remainders of a gradient check over the steps, and an L-curve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+
+import numpy as np
+
+from mpishard.inverse.taylor import TaylorTest
+from mpishard.lazy import of_extra
+
+_NAMED = 12  # points of an L-curve up to which all have their weights beside them
+
+
+def draw_remainders(tests: Sequence[TaylorTest], path: str | PathLike[str]) -> None:
+    """Draw one panel for each Taylor test; full marks are in the fit of its order, a line has the expected one."""
+    figure = of_extra("matplotlib.figure", "cli", "the picture of a gradient check").Figure(
+        figsize=(4.6 * len(tests), 4), layout="constrained"
+    )
+    for panel, test in zip(figure.subplots(1, len(tests), squeeze=False)[0], tests, strict=True):
+        steps, left, used = np.array(test.steps), np.array(test.remainders), np.array(test.used)
+        colour = "#0072b2" if test.passed else "#d55e00"
+        panel.plot(steps, left, color=colour, lw=1, marker="o", mfc="white", ms=5, label="remainder")
+        panel.plot(steps[used], left[used], "o", color=colour, ms=5, label=f"order {test.order:.2f}")
+        if used.any():
+            right = left[used][0] * (steps / steps[used][0]) ** test.expected
+            seen = right >= 0.1 * left[left > 0].min()
+            panel.plot(steps[seen], right[seen], color="0.5", ls=":", label=f"order {test.expected}")
+        panel.set(xlabel="h", xscale="log", yscale="log")
+        panel.set_title(test.name, fontsize=9)
+        panel.grid(alpha=0.3)
+        panel.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=100)
+
+
+def draw_l_curve(
+    weights: Sequence[float],
+    misfits: Sequence[float],
+    terms: Sequence[float],
+    corner: int | None,
+    title: str,
+    path: str | PathLike[str],
+) -> None:
+    """Draw the points of an L-curve with their weights; a star is at the corner."""
+    figure = of_extra("matplotlib.figure", "cli", "the picture of an L-curve").Figure(
+        figsize=(5.4, 4.4), layout="constrained"
+    )
+    panel = figure.add_subplot()
+    order = sorted(range(len(weights)), key=weights.__getitem__)
+    panel.plot([misfits[each] for each in order], [terms[each] for each in order], color="#0072b2", lw=1, marker="o")
+    if corner is not None:
+        panel.plot(misfits[corner], terms[corner], "*", color="#d55e00", ms=14, mec="white")
+    named = order if len(order) <= _NAMED else sorted({order[0], order[-1], order[0] if corner is None else corner})
+    for each in named:
+        text = f"{weights[each]:g}"
+        panel.annotate(text, (misfits[each], terms[each]), xytext=(6, 4), textcoords="offset points", fontsize=8)
+    panel.set(xlabel="misfit", ylabel="term", xscale="log", yscale="log")
+    panel.set_title(title, fontsize=9)
+    panel.grid(alpha=0.3)
+    figure.savefig(path, dpi=100)
