@@ -61,8 +61,8 @@ def minimize(
     method : str or Method
         As for `mpishard.minimize`.  Newton methods use ``reduced.hessian``.
     bounds : pair, optional
-        ``(lower, upper)``: each None, a number for all elements, a field like the control, or a list of these with one
-        for each control.
+        ``(lower, upper)``: each None, a number for all elements, a field like the control, an array of this rank's
+        values, or a list of these with one for each control.
     tol : float, optional
         As for `mpishard.minimize`.
     callback : callable, optional
@@ -78,8 +78,8 @@ def minimize(
     checkpoints, resume, record : object, optional
         As for `mpishard.minimize`.
     **elements
-        ``fixed``, ``inner_product``, ``preconditioner``: as for `mpishard.minimize`, or as fields in the form of
-        bounds.
+        ``fixed``, ``inner_product``, ``preconditioner``: in the form of a bound, or a function, as for
+        `mpishard.minimize`.
 
     Returns
     -------
@@ -220,8 +220,8 @@ class _Controls:
         return found
 
     def option(self, given: Any) -> Any:
-        """An option of elements by the numbers of controls, of fields, numbers or None; functions stay as they are."""
-        if not isinstance(given, list | tuple):
+        """An option of elements by the numbers of controls, of fields or arrays; numbers and functions stay."""
+        if not isinstance(given, list | tuple | np.ndarray):
             try:
                 adapter_of(given)
             except TypeError:

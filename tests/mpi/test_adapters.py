@@ -689,7 +689,7 @@ def test_a_functional_of_dolfinx_adjoint_has_scipys_minimum(comm, tensor_mesh, p
     from mpi4py import MPI
 
     reduced = recorded(comm, dolfinx, pyadjoint)
-    lower = reduced.controls[0].copy_data()
+    first, lower = reduced.controls[0].copy_data(), reduced.controls[0].copy_data()
     lower.x.array[:] = 0.9
     points, steps = [], []
     found = mpishard.pyadjoint.minimize(reduced, bounds=(lower, 1.1), options=TIGHT, callback=points.append)
@@ -714,12 +714,24 @@ def test_a_functional_of_dolfinx_adjoint_has_scipys_minimum(comm, tensor_mesh, p
         callback=lambda x: steps.append(by_number(x)),
     )  # fmt: skip
     assert abs(found.fun - expected.fun) < 1e-10 and type(found.x) is type(lower)
-    *points, last = (np.concatenate(comm.allgather(Partition.of(x, tensor_mesh).owned)) for x in [*points, found.x])
+
+    def whole(x):
+        return np.concatenate(comm.allgather(Partition.of(x, tensor_mesh).owned))
+
+    *points, last = map(whole, [*points, found.x])
     assert_same_steps(points, steps)
     assert np.allclose(last, by_number(expected.x), atol=1e-5)
     single.free()
 
     free = {"method": "L-BFGS", "options": {"gtol": 1e-7, "ftol": 0}}
-    plain = mpishard.pyadjoint.minimize(recorded(comm, dolfinx, pyadjoint), **free)
-    riesz = mpishard.pyadjoint.minimize(recorded(comm, dolfinx, pyadjoint), riesz=True, mesh=tensor_mesh, **free)
-    assert riesz.nit < plain.nit and abs(riesz.fun - plain.fun) < 1e-6
+    reduced(first)
+    plain = mpishard.pyadjoint.minimize(reduced, inner_product=Partition.of(lower, tensor_mesh).local, **free)
+    reduced(first)
+    same = mpishard.pyadjoint.minimize(reduced, inner_product=lower, **free)
+    assert plain.fun == same.fun and plain.nit == same.nit
+    reduced(first)
+    slope, points = whole(reduced.derivative(apply_riesz=True)), []
+    riesz = mpishard.pyadjoint.minimize(reduced, riesz=True, mesh=tensor_mesh, callback=points.append, **free)
+    step = whole(points[0]) - whole(first)
+    assert np.allclose(step / abs(step).max(), -slope / abs(slope).max(), atol=1e-9)
+    assert abs(riesz.fun - plain.fun) < 1e-6
