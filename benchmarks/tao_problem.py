@@ -79,9 +79,9 @@ def peak_bytes() -> int:
 
 
 def report(function: Rosenbrock, seconds: float, processor: float, iterations: int, value: float, most: int) -> None:
-    """Print what one run has measured: its time, and that of the processor; `most`: by how much memory grew on any rank.
+    """Print what one run has measured; `processor`: its time with the function's, which is taken off.
 
-    It grew from before there were vectors.
+    `most`: by how much memory grew from before there were vectors, on any rank.
     """
     found: dict[str, Any] = {
         "seconds": seconds,

@@ -55,7 +55,7 @@ class _Copies:
         if arrays.is_device(values) or values.nbytes < _LARGE:
             return values.copy()
         memory = self._free.pop() if self._free else np.empty_like(values)
-        copy = np.asarray(memoryview(memory))  # views hold this array, and not the one that has the memory
+        copy = np.asarray(memory.data)  # views of it hold this array, and not the one that has the memory
         weakref.finalize(copy, self._free.append, memory).atexit = False
         copy[...] = values
         return copy
