@@ -7,8 +7,9 @@ The problem is Rosenbrock's function of pairs of unknowns, of which each rank ha
 iterations with a history of 10 from one start.  --percent 50, the default: half of the unknowns are at a bound from
 the tenth iteration on, up to 91 % before; 30: at least 12 % in the first iterations, and 30 % from the eleventh
 on.  time: seconds an iteration on 2 ranks, beside the evaluations of the function, of which methods take different
-numbers; runs take turns, figures are medians.  memory: by how much the memory of a rank grows until the history is
-full, on 1, 2, 4 and 8 ranks, in bytes an unknown.
+numbers, and the processor time of the first rank, which on one rank says something on a busy machine, too; runs take
+turns, figures are medians.  memory: by how much the memory of a rank grows until the history is full, on 1, 2, 4 and 8
+ranks, in bytes an unknown.
 
 All run with small pages, as PETSc's are: on a virtual machine the first touch of each huge page may take milliseconds,
 in which its host finds memory.  And the C library keeps the memory of freed arrays of up to 32 MB, so that the
@@ -56,7 +57,7 @@ def by_mpishard(kind: str, unknowns: int, iterations: int, percent: int) -> None
 
     import mpishard
 
-    def run(pairs: int, iterations: int) -> tuple[Rosenbrock, Any, float]:
+    def run(pairs: int, iterations: int) -> tuple[Rosenbrock, Any, float, float]:
         rank, size = mesh.tensor.rank, mesh.tensor.size
         number = scattered(rank, size, 2 * pairs) if kind == "ids" else np.arange(*rows_of(rank, size, 2 * pairs))
         own, x = start(number, percent), None
@@ -72,7 +73,7 @@ def by_mpishard(kind: str, unknowns: int, iterations: int, percent: int) -> None
         slope, function = np.empty_like(own), Rosenbrock()
         del number, own
         mesh.world.barrier()
-        began = time.perf_counter()
+        began, processor = time.perf_counter(), time.process_time()
         found = mpishard.minimize(
             lambda x: (function(x["x"] if kind == "mpishard" else x, slope), slope),
             x,
@@ -82,15 +83,15 @@ def by_mpishard(kind: str, unknowns: int, iterations: int, percent: int) -> None
             mesh=mesh,
             reduction="sum",
         )
-        return function, found, time.perf_counter() - began
+        return function, found, time.perf_counter() - began, time.process_time() - processor
 
     with mpishard.Mesh(data=1, tensor=-1) as mesh:
         run(1000, 5)  # compiles
         before = peak_bytes()
-        function, found, seconds = run(unknowns // 2, iterations)
+        function, found, seconds, processor = run(unknowns // 2, iterations)
         most = mesh.world.all_reduce(np.array([peak_bytes() - before]), op="max")
         if mesh.rank == 0:
-            report(function, seconds, found.nit, found.fun, int(most[0]))
+            report(function, seconds, processor, found.nit, found.fun, int(most[0]))
 
 
 def measured(kind: str, ranks: int, options: argparse.Namespace, iterations: int) -> dict[str, Any]:
@@ -107,27 +108,34 @@ def measured(kind: str, ranks: int, options: argparse.Namespace, iterations: int
 
 
 def times(options: argparse.Namespace) -> None:
+    ranks = options.ranks[0] if options.ranks else 2
     runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in options.kinds}
     for _ in range(options.repeats):
         for kind, found in runs.items():
-            found.append(measured(kind, 2, options, ITERATIONS))
-    print(f"{'2 ranks':26} {'beside the function':>20} {'function':>9} {'iterations':>11} {'calls':>6} {'value':>13}")
+            found.append(measured(kind, ranks, options, ITERATIONS))
+    print(
+        f"{f'ranks: {ranks}':26} {'beside the function':>20} {'processor':>20} {'function':>9} {'iterations':>11} "
+        f"{'calls':>6} {'value':>13}"
+    )
     for kind, found in runs.items():
-        beside = [1e3 * (run["seconds"] - run["function"]) / run["iterations"] for run in found]
-        spread = f"{statistics.median(beside):.0f} ms ({min(beside):.0f} to {max(beside):.0f})"
+        spreads = []
+        for total in ([run["seconds"] - run["function"] for run in found], [run["processor"] for run in found]):
+            each = [1e3 * seconds / run["iterations"] for seconds, run in zip(total, found, strict=True)]
+            spreads.append(f"{statistics.median(each):.0f} ms ({min(each):.0f} to {max(each):.0f})")
         calls = statistics.median(1e3 * run["function"] / run["calls"] for run in found)
         last = found[-1]
         print(
-            f"{KINDS[kind]:26} {spread:>20} {calls:6.0f} ms {last['iterations']:11d} {last['calls']:6d} "
-            f"{last['value']:13.6g}"
+            f"{KINDS[kind]:26} {spreads[0]:>20} {spreads[1]:>20} {calls:6.0f} ms {last['iterations']:11d} "
+            f"{last['calls']:6d} {last['value']:13.6g}"
         )
 
 
 def memory(options: argparse.Namespace) -> None:
-    print(f"{'bytes an unknown, a rank':26}" + "".join(f"{ranks:>7} ranks" for ranks in options.ranks))
+    many = options.ranks or RANKS
+    print(f"{'bytes an unknown, a rank':26}" + "".join(f"{ranks:>7} ranks" for ranks in many))
     for kind in options.kinds:
         print(f"{KINDS[kind]:26}", end="", flush=True)
-        for ranks in options.ranks:  # each takes a while
+        for ranks in many:  # each takes a while
             found = measured(kind, ranks, options, HISTORY + 2)
             print(f"{found['bytes'] / options.unknowns:13.1f}", end="", flush=True)
         print()
@@ -139,7 +147,7 @@ def main() -> None:
     parser.add_argument("--percent", type=int, choices=[30, 50], default=50, help="of the unknowns that end at a bound")
     parser.add_argument("--unknowns", type=int, default=10_000_000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="of memory")
+    parser.add_argument("--ranks", type=int, nargs="+", help="default: 2 for time, 1 2 4 8 for memory")
     parser.add_argument("--petsc", default=PETSC, help="what runs a script in the environment of PETSc")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--rank", type=int, metavar="ITERATIONS", help=argparse.SUPPRESS)

@@ -352,6 +352,7 @@ def run_loop(
                 optimizer.stop(reason)
             if files is not None:
                 files.evaluated(ended=optimizer.has_ended)
+            del request  # the next point may have the memory of this one
     if files is not None:
         files.end(optimizer.stop_reason)
     result = optimizer.gather_result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from mpishard.minimizers.elements import OfThisRank, OperatorOfThisRank, element
 from mpishard.minimizers.method import RieszMap
 
 Array = Any
+_LARGE = 1 << 20  # bytes of an array whose memory is kept for the next copy
 
 
 # This file does without MPI, and cannot ask for the classes.
@@ -38,6 +40,25 @@ def copy_of_point(x: Any) -> Any:
         return x
     tree = tree_of(x)
     return x.copy() if tree is None else tree.of(tree.flat)
+
+
+class _Copies:
+    """Copies of arrays of one size, each in the memory of an earlier one, if that is gone with all that was made of it.
+
+    The first touch of new memory may take longer than the copy itself.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray] = []
+
+    def of(self, values: Array) -> Array:
+        if arrays.is_device(values) or values.nbytes < _LARGE:
+            return values.copy()
+        memory = self._free.pop() if self._free else np.empty_like(values)
+        copy = np.asarray(memory.data)  # views of it hold this array, and not the one that has the memory
+        weakref.finalize(copy, self._free.append, memory).atexit = False
+        copy[...] = values
+        return copy
 
 
 class Unknowns:
@@ -74,6 +95,7 @@ class Unknowns:
             self.flat = arrays.aligned_copy(values.reshape(-1))
         self._shape: tuple[int, ...] = x0.local.shape if is_part(x0) else (self.size,)
         self.shown: Array = self.flat  # as the user sees them
+        self._copies = _Copies()
         self.given_size = self.size  # the number of elements that the user sees on this rank
         if any(field.rearrangement is not None for field in self._fields):
             self.flat = arrays.joined([field.owned for field in self._fields])
@@ -238,7 +260,7 @@ class Unknowns:
 
     def shown_to_user(self) -> Any:
         """The point as functions of the user get it: a copy of the array or the tree, or the parameters by name."""
-        return self.like_x0(self.shown.copy()) if self.parameters is None else self.parameters
+        return self.like_x0(self._copies.of(self.shown)) if self.parameters is None else self.parameters
 
     def like_x0(self, vector: Array) -> Any:
         """A vector as functions of the user get a direction: a tree of its views, or the array itself."""

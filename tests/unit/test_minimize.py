@@ -800,3 +800,21 @@ def test_a_result_leaves_the_request_as_it_is():
     assert np.array_equal(result.x["a"], np.zeros((2, 1))) and result.x is not start and point.any()
     optimizer.tell(*bowl(request.x.flat))
     assert optimizer.result.x is start and np.array_equal(start.flat, point)
+
+
+@pytest.mark.parametrize("keep", [None, lambda x: x, lambda x: x.reshape(2, -1)[1], lambda x: memoryview(x)])
+def test_a_point_that_is_kept_stays_as_it_was(keep):
+    """The memory of one that is not kept is used again."""
+    points, places = [], []
+
+    def fun(x):
+        places.append(x.ctypes.data)
+        if keep is not None:
+            points.append((keep(x), np.array(keep(x))))
+        return float((x**4).sum()), 4 * x**3
+
+    minimize(fun, np.linspace(0.5, 1, 1 << 18), options={"maxiter": 3, "maxcor": 2})
+    assert len(places) > 3
+    if keep is None:
+        assert len(set(places)) == 1
+    assert all(np.array_equal(np.array(kept), value) for kept, value in points)
