@@ -42,14 +42,24 @@ class Adapter(ABC):
         """Make them this rank's values, and bring them to their copies on other ranks; perhaps collective."""
 
 
+def package_of(field: Any) -> str:
+    """The package that has made an object, if it is one with an adapter; else empty."""
+    packages = (kind.__module__.partition(".")[0] for kind in type(field).__mro__)
+    return next((package for package in packages if package in _PACKAGES), "")
+
+
+def expect_no_field(what: str, given: Any, remedy: str) -> None:
+    """Raise TypeError, with `what` and the way out, if an object of such a package is given where arrays belong."""
+    if package := package_of(given):
+        raise TypeError(f"{what} is a {type(given).__name__} of {package}: give {remedy}")
+
+
 def adapter_of(field: Any) -> Adapter:
     """The adapter of the package that has made an object.  Raises TypeError if there is none."""
-    for kind in type(field).__mro__:
-        package = kind.__module__.partition(".")[0]
-        if package in _PACKAGES:
-            found = import_module(f"mpishard.adapters.{package}").ADAPTER
-            assert isinstance(found, Adapter)
-            return found
+    if package := package_of(field):
+        found = import_module(f"mpishard.adapters.{package}").ADAPTER
+        assert isinstance(found, Adapter)
+        return found
     raise TypeError(
         f"{kind_of(field)} is no field of {', '.join(_PACKAGES)}: give Partition(local, mesh) the values of this rank"
     )

@@ -17,9 +17,16 @@ class _GridFunctions(Adapter):
     remedy = "Grid(..., comm=mesh.tensor.comm) and DEVITO_MPI=1"
 
     def communicator(self, field: Any) -> Any:
+        if getattr(field, "is_TimeFunction", False):
+            raise TypeError(
+                f"{kind_of(field)} has all its time steps: give Partition(local, mesh, shape=, box=) the values of one"
+            )
         points = any(getattr(field, name, False) for name in ("is_SparseFunction", "is_SparseTimeFunction"))
         if points or not hasattr(field, "local_indices"):
-            raise TypeError(f"{kind_of(field)} is no Function on a grid: give Partition(local, mesh) its values")
+            raise TypeError(
+                f"{kind_of(field)} is no Function on a grid: give the Function itself, or Partition(local, mesh) its "
+                "values"
+            )
         distributor = getattr(field.grid, "distributor", None)
         # Without DEVITO_MPI the communicator is null.
         return distributor.comm if distributor is not None and distributor.comm else None

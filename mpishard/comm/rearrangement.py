@@ -19,7 +19,7 @@ class Rearrangement:
 
     `numbers` are those of this rank's values; together the ranks of `axis` have each number from 0 to below `total`
     once.  Collective over the axis, and the creation over `world`, which has this axis and others.  Raises ValueError
-    on all ranks of the world, with the first number that is missing, given twice or out of range.
+    on all ranks of the world, with the first number that is given twice or out of range.
     """
 
     def __init__(self, axis: Axis, world: Axis, numbers: np.ndarray, total: int) -> None:
@@ -40,7 +40,7 @@ class Rearrangement:
         first, self.size = int(offsets[axis.rank]), run_lengths(offsets.tolist())[axis.rank]
         self._places = arrived - first
         times = np.bincount(self._places, minlength=self.size)
-        _raise_first(world, first + np.flatnonzero(times == 0)[:1], "is missing")
+        # As many numbers as values: where one is missing, another one is there twice, which says more of the cause.
         _raise_first(world, first + np.flatnonzero(times > 1)[:1], "is there twice")
 
     def by_number(self, values: Array) -> Array:
@@ -65,4 +65,10 @@ def _raise_first(world: Axis, number: np.ndarray, how: str) -> None:
     least = np.array([*number, np.iinfo(np.int64).max][:1], np.int64)
     (first,) = world.all_reduce(least, op="min", label="ids").tolist()
     if first != np.iinfo(np.int64).max:
-        raise raised_by_all(ValueError(f"ids must have each number once, but {first} {how}"), world.size)
+        raise raised_by_all(
+            ValueError(
+                f"ids must have each number once over all ranks, but {first} {how}: give the values that this rank "
+                "owns, without ghosts, and their numbers in the whole field"
+            ),
+            world.size,
+        )

@@ -238,12 +238,16 @@ class GradientInspection:
             self._sync_group.all_reduce(squares, label="control")
         return exact.norm(squares, top)
 
-    def culprits(self, step: int, what: str = "gradient") -> str:
-        """A message that names the tensors and samples that were not finite, and their ranks.  Collective."""
+    def culprits(self, step: int, what: str = "gradient", tensor: str | None = None) -> str:
+        """A message that names the tensors and samples that were not finite, and their ranks.  Collective.
+
+        `tensor`: the one of this rank, empty for none; by default the first that was seen.
+        """
+        tensor = self._largest.nonfinite if tensor is None else tensor
         found = list(
             zip(
                 self._sync_group.members,
-                self._sync_group.allgather_object((self.nonfinite_loss, self._largest.nonfinite)),
+                self._sync_group.allgather_object((self.nonfinite_loss, tensor)),
                 strict=True,
             )
         )

@@ -156,6 +156,12 @@ class Line:
         if not self.dots((np.abs(self.d), np.ones(point.size)))[0]:
             raise ValueError("direction is 0: nothing changes along it; leave it out for a random one")
 
+    @property
+    def ranks_of_values(self) -> tuple[int, ...]:
+        """The numbers of ranks, of one group and in all, over which values are summed; none if they are not."""
+        part = self._part
+        return () if isinstance(part.values, OneRank) else (part.point.place.tensor_size, part.values.size)
+
     def at(self, h: float) -> LineEvaluation:
         """The function at x + h d, rounded to the dtype of x; the same numbers on all ranks.
 
@@ -475,6 +481,13 @@ def _diagnosis(
             f"{right:.6g}, and the gradient says {derivative:.6g}; take another point"
         )
     times = f", {derivative / quotient:.6g} times as much" if quotient else ""
+    for ranks in line.ranks_of_values:
+        if ranks > 1 and quotient and abs(ranks * derivative / quotient - 1) < 1e-3:
+            times += (
+                f", as if {ranks} ranks had the value of all, and not their parts of it: return these, or leave "
+                "reduction='sum' out"
+            )
+            break
     return quotient, (
         f"the gradient is wrong: along the direction the slope of the function is {quotient:.6g}, and that of the "
         f"gradient {derivative:.6g}{times}; the remainder falls like h^{test.order:.2f}"

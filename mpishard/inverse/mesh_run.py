@@ -79,7 +79,8 @@ class MeshRanks:
             if mesh.size > mesh.data.size and not unknowns.is_split:
                 raise ValueError(
                     f"x0 is whole, and the mesh has {mesh.sizes}, which cut it: give a mesh with a data axis alone, "
-                    "mpishard.Mesh(), or this rank's part of x0, FlatParameters(specs, place=mesh.place)"
+                    "mpishard.Mesh(), or this rank's part of x0, Partition(local, mesh) or FlatParameters(specs, "
+                    "place=mesh.place)"
                 )
         self.parameters = parameters
         start = f"{parameters.description} ({parameters.fingerprint:x})"
@@ -201,9 +202,13 @@ class MeshRanks:
             return
         inspection = self.optimizer.state.on_rank.inspection
         inspection.nonfinite_loss = "" if math.isfinite(value) else str(value)
-        for bucket in self._strategy.reducer.buckets:
-            inspection.look(bucket, flat[bucket.start : bucket.start + bucket.size])
-        self.culprits = inspection.culprits(self.optimizer.clock, what)
+        tensor = None
+        if self._unknowns.has_fields:  # ranks have given other values than those that they update
+            tensor = self._unknowns.nonfinite_name(self._unknowns.as_given(flat))
+        else:
+            for bucket in self._strategy.reducer.buckets:
+                inspection.look(bucket, flat[bucket.start : bucket.start + bucket.size])
+        self.culprits = inspection.culprits(self.optimizer.clock, what, tensor)
         inspection.forget()
 
     # -- saving -------------------------------------------------------------------------------------------------------

@@ -119,6 +119,7 @@ class ReverseCommunication:
         self._ranks: OneProcess | MeshRanks
         if mesh is None:
             if reduction is not None:
+                unknowns.check_not_split()
                 raise ValueError(f"reduction={shown(reduction)} is for functions on a mesh; give mesh=mpishard.Mesh()")
             self._ranks = OneProcess(chosen, unknowns)
         else:

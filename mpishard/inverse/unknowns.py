@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.adapters.adapter import expect_no_field
 from mpishard.arguments import shown
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import raised_on_all
@@ -18,6 +19,7 @@ from mpishard.minimizers.elements import OfThisRank, OperatorOfThisRank, element
 from mpishard.minimizers.method import RieszMap
 
 Array = Any
+_GET = "this rank's values, as start.get(field) of its Partition returns them"
 _LARGE = 1 << 20  # bytes of an array whose memory is kept for the next copy
 
 
@@ -210,12 +212,15 @@ class Unknowns:
         tree = self.tree
         found: dict[str, Any] = {}
         for name, option in elements.items():
+            expect_no_field(name, option, _GET)
             if isinstance(option, RieszMap):
                 found[name] = RieszMap(self._operator(name, option.apply), self._operator(name, option.solve))
             elif callable(option):
                 found[name] = self._operator(name, option)
             else:
                 found[name] = self.for_method(option if tree is None else tree.by_name(name, option))
+        for bound in bounds if isinstance(bounds, tuple | list) and len(bounds) == 2 else ():
+            expect_no_field("a bound", bound, _GET)
         if tree is not None and bounds is not None:
             bounds = tree.bounds(bounds)
         pair = pair_of_bounds(bounds, self.given_size if self.is_cut_by_application else self.total)
@@ -249,7 +254,7 @@ class Unknowns:
     def check_not_split(self) -> None:
         """Raise ValueError if these are one rank's part of parameters that are split over ranks."""
         if self.has_fields:
-            raise ValueError("x0 is a Partition of a mesh: give this mesh, mesh=mesh")
+            raise ValueError("x0 is a Partition of a mesh: give this mesh, mesh=mesh, and perhaps reduction='sum'")
         if self.is_split:
             place = self.place
             raise ValueError(
@@ -261,6 +266,15 @@ class Unknowns:
     def shown_to_user(self) -> Any:
         """The point as functions of the user get it: a copy of the array or the tree, or the parameters by name."""
         return self.like_x0(self._copies.of(self.shown)) if self.parameters is None else self.parameters
+
+    def nonfinite_name(self, vector: Array) -> str:
+        """The first of the user's arrays in which a vector has NaN or infinite elements on this rank; empty if none."""
+        finite, start = np.isfinite(arrays.to_host(vector)), 0
+        for spec in self.option_specs:
+            if not finite[start : start + spec.size].all():
+                return spec.name
+            start += spec.size
+        return ""
 
     def like_x0(self, vector: Array) -> Any:
         """A vector as functions of the user get a direction: a tree of its views, or the array itself."""
@@ -282,6 +296,7 @@ class Unknowns:
         or by tensor name arrays of the shapes of this rank's slices, all of them; of a tree it has its structure.
         Raises TypeError or ValueError, with `what`, if it is something else.
         """
+        expect_no_field(what, given, _GET)
         if self.tree is not None:
             return self.tree.flattened(what, given)
         if isinstance(given, Mapping):
@@ -313,12 +328,14 @@ class Unknowns:
             if found.dtype.kind not in "biuf":
                 raise TypeError(f"{what} must be an array of real numbers, got {shown(given)}")
         if found.size != size:
-            raise ValueError(f"{what} has {found.size} elements of shape {found.shape}, but x0 has {size}")
+            more = " on this rank: give the values that it owns, without ghosts or a halo" * self.has_fields
+            raise ValueError(f"{what} has {found.size} elements of shape {found.shape}, but x0 has {size}{more}")
         return found.reshape(-1).astype(flat.dtype, copy=False)
 
 
 def _real_array(x0: Any) -> Array:
     """The start as an array of float32 or float64, with at least one dimension."""
+    expect_no_field("x0", x0, "Partition.of(x0, mesh)")
     if arrays.is_device(x0):
         values = x0
     else:

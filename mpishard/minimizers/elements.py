@@ -28,6 +28,9 @@ class OfThisRank:
     specs: Sequence[ParameterSpec] = field(compare=False)
     arranged: Callable[[Array], Array] = field(compare=False)
 
+    def __repr__(self) -> str:
+        return "of each rank"
+
 
 class OperatorOfThisRank:
     """An operator of this rank's elements of a vector, in the order of the parameters.  Collective."""

@@ -69,8 +69,8 @@ class Partition:
     ------
     TypeError, ValueError
         On all ranks: if any gives no array of real numbers, a box that `local` does not fit, or another shape or
-        precision than others; if boxes leave an element out or have one twice; if a number is missing in `ids`, or
-        there twice; or if groups of the mesh hold the field in different ways.
+        precision than others; if boxes leave an element out or have one twice; if a number is twice in `ids`, or
+        out of range; or if groups of the mesh hold the field in different ways.
     """
 
     def __init__(
@@ -196,17 +196,18 @@ class Partition:
         Raises
         ------
         TypeError, ValueError
-            If there is no such field, or another number of values.
+            If there is no such field, or another number of values on any rank; on all ranks that share the field.
         """
-        into = self.field if field is None else field
-        adapter = adapter_of(into)
-        found = values if arrays.is_device(values) else np.asarray(values)
-        own = adapter.values(into)
-        if not found.size == own.size == self.local.size:
-            raise ValueError(
-                f"put got {found.size} values for {own.size} of {kind_of(into)} on this rank, where the partition has "
-                f"{self.local.size}"
-            )
+        with raised_on_all(self.ranks):  # or the others would wait for this rank
+            into = self.field if field is None else field
+            adapter = adapter_of(into)
+            found = values if arrays.is_device(values) else np.asarray(values)
+            own = adapter.values(into)
+            if not found.size == own.size == self.local.size:
+                raise ValueError(
+                    f"put got {found.size} values for {own.size} of {kind_of(into)} on this rank, where the partition "
+                    f"has {self.local.size}"
+                )
         adapter.put(found.reshape(own.shape), into)
         return into
 
