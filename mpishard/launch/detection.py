@@ -68,7 +68,8 @@ def launches(environment: Mapping[str, str]) -> tuple[Launch, ...]:
     rank, ranks = number("PMI_RANK"), number("PMI_SIZE")
     in_step = number("SLURM_STEP_ID") is not None
     if rank is not None and ranks is not None and (not in_step or "MPI_LOCALNRANKS" in environment):
-        found.append(Launch("mpirun of MPICH", MPICH, rank, ranks))
+        whose = "Intel MPI" if "I_MPI_HYDRA_UUID" in environment else MPICH
+        found.append(Launch(f"mpirun of {whose}", MPICH, rank, ranks))
     # SLURM_NTASKS belongs to the whole job, whose batch script is one process; a step has its own variable.
     rank, ranks = number("SLURM_PROCID"), number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if in_step and rank is not None and ranks is not None:
