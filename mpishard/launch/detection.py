@@ -6,6 +6,7 @@ MPI need not be initialised for this.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import os
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 OPEN_MPI, MPICH, SLURM = "Open MPI", "MPICH", "Slurm"
+MPI4PY = (4, 1)  # the oldest, as in pyproject.toml
 # Only the first rank prints the error: the others wait this long, and the launcher ends them once the first has ended.
 _FIRST_S = 1.0
 _TEXT_BYTES = 8192  # MPI_MAX_LIBRARY_VERSION_STRING of MPICH; that of Open MPI is 256
@@ -147,15 +149,33 @@ def explain_unloadable(error: BaseException) -> str:
     )
 
 
-def check_before_mpi(environment: Mapping[str, str] = os.environ) -> None:
-    """End this process with a message of one line if no MPI library can be loaded, or if MPI_Init would abort it.
+def explain_old_mpi4py(version: str, path: str) -> str:
+    """One line for an mpi4py that is too old, and the remedy; empty for another, or if its version says nothing.
 
-    The latter does MPICH under a launcher with PMIx only.  Other launchers of another MPI make worlds of one rank,
-    which a mesh rejects.
+    A module of a cluster may put its own before that of the environment, by PYTHONPATH.
+    """
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    if len(numbers) < 2 or numbers >= MPI4PY:
+        return ""
+    least = ".".join(map(str, MPI4PY))
+    return (
+        f"mpi4py {version} of {os.path.dirname(path)} is too old, mpishard needs {least}; take it off PYTHONPATH if it "
+        f"is there, and pip install 'mpi4py>={least}' in this environment"
+    )
+
+
+def check_before_mpi(environment: Mapping[str, str] = os.environ) -> None:
+    """End this process with a message of one line if MPI cannot start.
+
+    That is where mpi4py is too old, where it can load no MPI library, and where MPI_Init would abort: MPICH under a
+    launcher with PMIx only.  Other launchers of another MPI make worlds of one rank, which a mesh rejects.
     """
     if "mpi4py.MPI" in sys.modules:
         return
     found = launches(environment)
+    mpi4py = importlib.import_module("mpi4py")
+    if said := explain_old_mpi4py(mpi4py.__version__, mpi4py.__file__ or ""):
+        _end(found[0] if found else None, said)
     try:
         library = _library()
     except (ImportError, OSError, RuntimeError) as error:
