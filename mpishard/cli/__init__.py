@@ -12,17 +12,17 @@ The parameters of a command's function are its options; inside, options that bel
 import sys
 from collections.abc import Sequence
 
-import mpishard.comm  # noqa: F401  before MPI starts, here or in a job
-
 try:
+    import mpishard.comm  # noqa: F401  before MPI starts, here or in a job
     from mpishard.cli.app import main
-except ModuleNotFoundError as error:
-    if error.name != "typer":
+except ImportError as error:
+    if error.name not in ("typer", "mpi4py"):
         raise
+    _said = "the commands need the package typer: pip install 'mpishard[cli]'" if error.name == "typer" else str(error)
 
     def main(arguments: Sequence[str] | None = None) -> int:
         """Say what to install, as an error of the command line; returns its exit code."""
-        print("mpishard: error: the commands need the package typer: pip install 'mpishard[cli]'", file=sys.stderr)
+        print(f"mpishard: error: {_said}", file=sys.stderr)
         return 2
 
 

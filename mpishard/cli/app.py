@@ -13,6 +13,7 @@ import mpi4py
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from mpishard.launch.detection import explain_unloadable
 from mpishard.version import VERSION
 
 # The module of each command, and its line in the list of commands.  A module is imported when its command is run:
@@ -174,6 +175,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = str(error)
         if error.name != "safetensors":
             message = f"this command needs the package {error.name}: pip install 'mpishard[cli]'"
+    except (ImportError, RuntimeError) as error:
+        message = explain_unloadable(error)
+        if not message:
+            raise
     except Exception as error:
         # Usage errors have no public base class that is the same in all versions of typer.
         if not hasattr(error, "format_message"):

@@ -51,6 +51,7 @@ def rows(facts: Sequence[Facts]) -> list[tuple[str, str]]:
     found = [
         ("versions", ", ".join(versions)),
         ("MPI", f"{mpi.library} {mpi.version}, standard {'.'.join(map(str, mpi.standard))}, {setup.thread_level}"),
+        *([("", setup.mpi_path)] if setup.mpi_path else []),
         ("", _build(setup.mpi_text)),
         ("", "any count in one call" if mpi.large_counts else "counts of 2**31 and more in several calls"),
         ("started by", _launch(first)),

@@ -112,6 +112,27 @@ def _mpi_library() -> ctypes.CDLL:
     return ctypes.CDLL(MPI.__file__)
 
 
+class _SymbolInfo(ctypes.Structure):
+    """``Dl_info`` of the C library."""
+
+    _fields_ = (
+        ("path", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def library_path() -> str:
+    """The file of the MPI library behind mpi4py, without links; empty if the C library does not say."""
+    info = _SymbolInfo()
+    function = ctypes.cast(_mpi_library().MPI_Get_version, ctypes.c_void_p)
+    find = getattr(ctypes.CDLL(None), "dladdr", None)
+    if find is None or not find(function, ctypes.byref(info)) or not info.path:
+        return ""
+    return os.path.realpath(os.fsdecode(info.path))
+
+
 def _probe_device() -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_VARIABLES)}
     try:

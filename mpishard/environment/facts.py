@@ -22,7 +22,14 @@ from mpishard.backend.gemm.choice import Choice, chosen_by_variable, faster_here
 from mpishard.backend.gemm.libraries import TAKES, installed, is_intel, loadable, multiplies_bfloat16
 from mpishard.backend.optional_library import device_libraries
 from mpishard.backend.process import chosen_by_user, cpu_quota, own_cores
-from mpishard.comm.capabilities import Capabilities, claims_device_buffers, could_heal_in_place, heals_in_place, probe
+from mpishard.comm.capabilities import (
+    Capabilities,
+    claims_device_buffers,
+    could_heal_in_place,
+    heals_in_place,
+    library_path,
+    probe,
+)
 from mpishard.launch.detection import Launch, launches
 from mpishard.launch.launchers import Launcher, find_launcher
 from mpishard.version import installed as installed_packages
@@ -183,6 +190,8 @@ class MpiSetup:
     mpirun, mpirun_on_path : Launcher or None
         The mpirun next to this Python, or else that on the PATH; and that on the PATH if it is a different one.  Only
         rank 0 looks for them.
+    mpi_path : str
+        The file of the MPI library that is loaded; empty if the system does not say.
     """
 
     mpi_text: str
@@ -192,6 +201,7 @@ class MpiSetup:
     without_han: bool
     mpirun: Launcher | None
     mpirun_on_path: Launcher | None
+    mpi_path: str = ""
 
 
 @dataclass(frozen=True)
@@ -355,6 +365,7 @@ def collect(comm: MPI.Intracomm) -> Facts:
             without_han=_without_han(os.environ.get("OMPI_MCA_coll", "")),
             mpirun=mpirun,
             mpirun_on_path=on_path,
+            mpi_path=library_path(),
         ),
         h5py=H5py(
             h5py_mpi=bool(h5py.get_config().mpi),

@@ -133,7 +133,10 @@ def _right_launcher(facts: Facts, launch: Launch | None = None) -> str:
         )
     right = next((each for each in (setup.mpirun, setup.mpirun_on_path) if each and fits(each, library)), None)
     if right is None:
-        return f"use the mpirun of the {library} that mpi4py was built with, or build mpi4py with the other MPI"
+        return (
+            f"use the mpirun of the {library} that mpi4py has loaded, by mpishard run --launcher PATH too; "
+            "or have mpi4py load the other MPI, by MPI4PY_MPIABI"
+        )
     if launch is not None and (launch.family == OPEN_MPI) == (library == OPEN_MPI):
         return f"if that was the mpirun of another installation, use {right.path}"
     return f"use {right.path}"

@@ -6,6 +6,7 @@ MPI need not be initialised for this.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import os
 import sys
@@ -13,8 +14,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 OPEN_MPI, MPICH, SLURM = "Open MPI", "MPICH", "Slurm"
+MPI4PY = (4, 1)  # the oldest, as in pyproject.toml
 # Only the first rank prints the error: the others wait this long, and the launcher ends them once the first has ended.
 _FIRST_S = 1.0
 _TEXT_BYTES = 8192  # MPI_MAX_LIBRARY_VERSION_STRING of MPICH; that of Open MPI is 256
@@ -67,7 +70,8 @@ def launches(environment: Mapping[str, str]) -> tuple[Launch, ...]:
     rank, ranks = number("PMI_RANK"), number("PMI_SIZE")
     in_step = number("SLURM_STEP_ID") is not None
     if rank is not None and ranks is not None and (not in_step or "MPI_LOCALNRANKS" in environment):
-        found.append(Launch("mpirun of MPICH", MPICH, rank, ranks))
+        whose = "Intel MPI" if "I_MPI_HYDRA_UUID" in environment else MPICH
+        found.append(Launch(f"mpirun of {whose}", MPICH, rank, ranks))
     # SLURM_NTASKS belongs to the whole job, whose batch script is one process; a step has its own variable.
     rank, ranks = number("SLURM_PROCID"), number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if in_step and rank is not None and ranks is not None:
@@ -129,27 +133,80 @@ def explain_alone(launch: Launch, library: str) -> str:
     )
 
 
-def check_before_mpi(environment: Mapping[str, str] = os.environ) -> None:
-    """End this process with a message of one line if MPI_Init would abort it: MPICH under a launcher with PMIx only.
+def explain_unloadable(error: BaseException) -> str:
+    """One line for what mpi4py raises where it can load no MPI library, and the remedies; empty for another error.
 
-    Other launchers of another MPI make worlds of one rank, which a mesh rejects.
+    Its wheel looks for a libmpi when it is imported, and raises RuntimeError without one.  Its extension module then
+    wants the libmpi of one family by number, and ImportError says which.
     """
-    if "PMIX_RANK" not in environment or "mpi4py.MPI" in sys.modules:
+    said = str(error).partition("\n")[0]
+    if isinstance(error, ModuleNotFoundError) or not ("libmpi" in said or said == "cannot load MPI library"):
+        return ""
+    return (
+        f"mpi4py can load no MPI library ({said}); load the module of your MPI, or name the folder of its libmpi.so in "
+        "LD_LIBRARY_PATH; where there are several, MPI4PY_MPIABI=openmpi or mpich (Intel MPI too) chooses; where there "
+        "is none, pip install 'mpishard[mpich]' brings one"
+    )
+
+
+def explain_old_mpi4py(version: str, path: str) -> str:
+    """One line for an mpi4py that is too old, and the remedy; empty for another, or if its version says nothing.
+
+    A module of a cluster may put its own before that of the environment, by PYTHONPATH.
+    """
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    if len(numbers) < 2 or numbers >= MPI4PY:
+        return ""
+    least = ".".join(map(str, MPI4PY))
+    return (
+        f"mpi4py {version} of {os.path.dirname(path)} is too old, mpishard needs {least}; take it off PYTHONPATH if it "
+        f"is there, and pip install 'mpi4py>={least}' in this environment"
+    )
+
+
+def check_before_mpi(environment: Mapping[str, str] = os.environ) -> None:
+    """End this process with a message of one line if MPI cannot start.
+
+    That is where mpi4py is too old, where it can load no MPI library, and where MPI_Init would abort: MPICH under a
+    launcher with PMIx only.  Other launchers of another MPI make worlds of one rank, which a mesh rejects.
+    """
+    if "mpi4py.MPI" in sys.modules:
         return
-    text = _library_text()
-    launch = foreign_launch(launches(environment), MPICH)
-    if launch is None or not text.startswith("MPICH") or "pmix" in text.lower():
+    found = launches(environment)
+    mpi4py = importlib.import_module("mpi4py")
+    if said := explain_old_mpi4py(mpi4py.__version__, mpi4py.__file__ or ""):
+        _end(found[0] if found else None, said)
+    try:
+        library = _library()
+    except (ImportError, OSError, RuntimeError) as error:
+        if said := explain_unloadable(error):
+            _end(found[0] if found else None, said)
+        raise
+    launch = foreign_launch(found, MPICH)
+    if "PMIX_RANK" not in environment or launch is None:
         return
-    if launch.rank == 0:
-        sys.exit(f"mpishard: error: {explain_foreign(launch, MPICH)}")
+    text = _version_text(library)
+    if text.startswith("MPICH") and "pmix" not in text.lower():
+        _end(launch, explain_foreign(launch, MPICH))
+
+
+def _end(launch: Launch | None, why: str) -> NoReturn:
+    """End this process; of those that were started together the first says why."""
+    if launch is None or launch.rank == 0:
+        sys.exit(f"mpishard: error: {why}")
     time.sleep(_FIRST_S)
     sys.exit(1)
 
 
-def _library_text() -> str:
-    """The version text of the MPI library behind mpi4py; available before MPI is initialised."""
+def _library() -> ctypes.CDLL:
+    """The extension module of mpi4py, and by that the MPI library that it is linked with; this does not start MPI."""
     spec = importlib.util.find_spec("mpi4py.MPI")
     assert spec is not None and spec.origin is not None
+    return ctypes.CDLL(spec.origin)
+
+
+def _version_text(library: ctypes.CDLL) -> str:
+    """The version text of an MPI library; available before MPI is initialised."""
     text, length = ctypes.create_string_buffer(_TEXT_BYTES), ctypes.c_int()
-    ctypes.CDLL(spec.origin).MPI_Get_library_version(text, ctypes.byref(length))
+    library.MPI_Get_library_version(text, ctypes.byref(length))
     return text.value.decode(errors="replace")

@@ -164,6 +164,7 @@ class Launcher:
 
     path: str
     family: str  # "Open MPI", or "MPICH" for all launchers with the options of Hydra
+    older: bool = False  # of Open MPI 4 or before: it has no ULFM, and other settings
 
     @property
     def leave_signal(self) -> signal.Signals:
@@ -201,7 +202,7 @@ class Launcher:
         words = [self.path, "-n", str(ranks)]
         listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         if self.family == OPEN_MPI:
-            if elastic:
+            if elastic and not self.older:
                 # Its hierarchical collectives crash after a death.
                 words += ["--with-ft", "ulfm", "--mca", "coll", "^han"]
             if hosts:
@@ -209,7 +210,7 @@ class Launcher:
                 for name in sorted(filter(_FORWARDED.fullmatch, environment)):
                     words += ["-x", name]
                 if shell is not None:
-                    words += ["--prtemca", "plm_ssh_agent", shell]
+                    words += ["--mca", "plm_rsh_agent", shell] if self.older else ["--prtemca", "plm_ssh_agent", shell]
         elif hosts:
             words += ["-hosts", listed]
             if shell is not None:
@@ -227,9 +228,11 @@ class Launcher:
         settings: dict[str, str] = {}
         if os.geteuid() == 0:
             settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        if elastic or ranks > slots:
+        if (elastic or ranks > slots) and self.older:
+            settings |= {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_hwloc_base_binding_policy": "none"}
+        elif elastic or ranks > slots:
             settings |= {_MAPPING: "slot:oversubscribe", "PRTE_MCA_hwloc_default_binding_policy": "none"}
-        if elastic:
+        if elastic and not self.older:
             settings |= {
                 # Otherwise, when one process dies, the launcher kills all that were spawned with it.
                 "PRTE_MCA_state_base_recoverable": "1",
@@ -260,4 +263,8 @@ def find_launcher(path: str | None = None) -> Launcher:
     except subprocess.TimeoutExpired:
         raise ValueError(f"{found} --version does not end") from None
     text = version.stdout + version.stderr
-    return Launcher(found, OPEN_MPI if "Open MPI" in text or "PRTE" in text or "PRRTE" in text else MPICH)
+    # The launcher of Open MPI 4 calls itself OpenRTE where its file is not named mpirun, that of 5 by PRRTE's name.
+    number = re.search(r"\(Open MPI\) (\d+)", text)
+    older = "(OpenRTE)" in text or (number is not None and int(number[1]) < 5)
+    of_open_mpi = older or any(name in text for name in ("Open MPI", "PRTE", "PRRTE"))
+    return Launcher(found, OPEN_MPI if of_open_mpi else MPICH, older)

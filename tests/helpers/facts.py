@@ -25,6 +25,7 @@ GOOD = Facts(
         without_han=True,
         mpirun=Launcher("/opt/bin/mpirun", "Open MPI"),
         mpirun_on_path=None,
+        mpi_path="/opt/lib/libmpi.so.40",
     ),
     h5py=H5py(h5py_mpi=False, h5py_lacks=()),
     processor=Processor(

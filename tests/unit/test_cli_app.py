@@ -8,17 +8,20 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from mpi4py import MPI
 from sources import SHAPES, Arrays, write
 
 from mpishard.checkpoint.pieces import CheckpointReader
 from mpishard.checkpoint.verify import newest_whole
 from mpishard.cli import main
 from mpishard.cli.app import _COMMANDS
+from mpishard.launch.detection import MPI4PY, explain_old_mpi4py, explain_unloadable
 from mpishard.version import VERSION
 
 # What all commands have in common.
@@ -188,6 +191,63 @@ def test_a_command_says_which_extra_it_needs(missing, words, said, tmp_path, sav
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == (2 if said else 0), done.stderr
     assert said in done.stderr and done.stderr.count("\n") == bool(said), done.stderr
+
+
+@pytest.mark.skipif(Path(MPI.__file__).name.count(".") < 3, reason="this mpi4py looks for one MPI alone")
+@pytest.mark.parametrize(("launcher", "code"), [({}, 2), ({"PMI_RANK": "0", "PMI_SIZE": "2"}, 1)])
+def test_where_no_mpi_library_is_one_line_says_how_to_get_one(launcher, code):
+    command = [sys.executable, "-m", "mpishard", "info"]
+    environment = {**os.environ, **launcher, "MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
+
+    def run(**variables):
+        every = {**environment, **variables}
+        return subprocess.run(command, env=every, capture_output=True, text=True, timeout=60, check=False)
+
+    done = run()
+    assert done.returncode == code and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("mpishard: error: mpi4py can load no MPI library"), done.stderr
+    assert "MPI4PY_MPIABI" in done.stderr and "pip install 'mpishard[mpich]'" in done.stderr, done.stderr
+    if launcher:  # the first rank has said it
+        done = run(PMI_RANK="1")
+        assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ImportError("libmpi.so.12: cannot open shared object file: No such file"), "(libmpi.so.12: cannot open"),
+        (RuntimeError("cannot load MPI library\n/a/libmpi.so: cannot open\n/a/libmpi.so.12: ..."), "library)"),
+        (OSError("libmpi.so.40: cannot open shared object file"), "(libmpi.so.40: cannot open"),
+        (ImportError("libhdf5.so.310: cannot open shared object file"), ""),
+        (ModuleNotFoundError("No module named 'libmpi'"), ""),
+        (RuntimeError("another"), ""),
+    ],
+)
+def test_errors_of_mpi4py_without_a_library(error, said):
+    text = explain_unloadable(error)
+    assert said in text and bool(said) is bool(text) and "\n" not in text
+
+
+@pytest.mark.parametrize(("launcher", "code"), [({}, 2), ({"PMI_RANK": "0", "PMI_SIZE": "2"}, 1)])
+def test_an_mpi4py_that_is_too_old_is_named(launcher, code, tmp_path):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py/__init__.py").write_text("__version__ = '3.1.4'")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])  # as a module of a cluster sets it
+    command = [sys.executable, "-m", "mpishard", "info"]
+    every = {**os.environ, **launcher, "PYTHONPATH": path}
+    done = subprocess.run(command, env=every, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code and done.stderr.count("\n") == 1, done.stderr
+    assert f"mpi4py 3.1.4 of {tmp_path / 'mpi4py'} is too old, mpishard needs 4.1" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("version", ["4.1.0", "4.2.0rc1", "5.0", "unknown", ""])
+def test_an_mpi4py_that_is_new_enough(version):
+    assert not explain_old_mpi4py(version, "/a/mpi4py/__init__.py")
+
+
+def test_the_oldest_mpi4py_is_that_of_the_package():
+    dependencies = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"mpi4py>={'.'.join(map(str, MPI4PY))}" in dependencies
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,10 +26,12 @@ PRINTED = (
     '"3.11.7", "NumPy": "2.4", "mpi4py": "4.1.2", "h5py": "3.16", "HDF5": "2.0.0"}, "mpi": {"library": "Open MPI", '
     '"version": "5.0.11", "standard": [3, 1], "threads": true, "large_counts": false, "device_buffers": false}, '
     '"mpi_text": "Open MPI v5.0.11", "thread_level": "MPI_THREAD_MULTIPLE", "heals": true, "could_heal": true, '
-    '"without_han": true, "mpirun": {"path": "/opt/bin/mpirun", "family": "Open MPI"}, "mpirun_on_path": null, '
-    '"h5py_mpi": false, "h5py_lacks": [], "blas": [{"library": "openblas", "version": "0.3.31", "kernels": "Haswell", '
-    '"threads": 4}], "blas_chosen": "", "cores": [0, 1, 2, 3], "cpu_quota": null, "products": "", '
-    '"products_chosen": "", "products_fast": "", "gpus": 0, "pins_memory": false, "locked_memory": 8388608, '
+    '"without_han": true, "mpirun": {"path": "/opt/bin/mpirun", "family": "Open MPI", '
+    '"older": false}, "mpirun_on_path": null, '
+    '"mpi_path": "/opt/lib/libmpi.so.40", "h5py_mpi": false, "h5py_lacks": [], '
+    '"blas": [{"library": "openblas", "version": "0.3.31", "kernels": "Haswell", "threads": 4}], '
+    '"blas_chosen": "", "cores": [0, 1, 2, 3], "cpu_quota": null, "products": "", "products_chosen": "", '
+    '"products_fast": "", "gpus": 0, "pins_memory": false, "locked_memory": 8388608, '
     '"shared_memory": 68719476736, "shared_memory_free": 34359738368, "gpu_list": [], "gpu_of_rank": null, '
     '"driver_cuda": "", "cupy_cuda": "", "device_libraries": {}, "claims_device_buffers": false, '
     '"cupy_packages": []}'
@@ -50,6 +53,7 @@ ONE_THREAD = (replace(GOOD.processor.blas[0], threads=1),)
     [
         ({}, None, 0),
         (HYDRA, "mpirun of MPICH", 4),
+        ({**HYDRA, "I_MPI_HYDRA_UUID": "773b0000"}, "mpirun of Intel MPI", 4),
         # srun --mpi=pmi2
         ({**SRUN, "PMI_RANK": "0", "PMI_SIZE": "4"}, "srun", 4),
         # mpirun in an sbatch script on two hosts, whose processes there come by srun
@@ -97,7 +101,7 @@ def test_the_launcher_of_another_mpi(environment: dict[str, str], library: str, 
         (MPICH, Launcher("/a/mpirun", "MPICH"), PRTE, "use /a/mpirun"),
         (OPEN_MPI, Launcher("/a/mpirun", "Open MPI"), HYDRA, "use /a/mpirun"),
         (OPEN_MPI, Launcher("/a/mpirun", "Open MPI"), PRTE, "of another installation, use /a/mpirun"),
-        (OPEN_MPI, None, HYDRA, "use the mpirun of the Open MPI that mpi4py was built with"),
+        (OPEN_MPI, None, HYDRA, "use the mpirun of the Open MPI that mpi4py has loaded, by mpishard run --launcher"),
         (OPEN_MPI, None, SRUN, "srun --mpi=pmix"),
         (MPICH, None, SRUN, "srun --mpi=pmi2"),
     ],
@@ -451,6 +455,7 @@ def test_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     assert {"mpishard", "Python", "NumPy", "mpi4py", "h5py", "HDF5"} <= set(rank["versions"])
     assert rank["launches"] == [] and rank["ranks"] == 1
     assert all(list(finding) == ["level", "about", "what", "way_out"] for finding in report["findings"])
+    assert rank["mpi_path"] in Path("/proc/self/maps").read_text() and "libmpi" in Path(rank["mpi_path"]).name
     assert main(["info"]) == code
     text = capsys.readouterr().out
     assert "no launcher: one rank" in text and rank["mpi"]["version"] in text

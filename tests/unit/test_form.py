@@ -143,7 +143,7 @@ def test_who_imports_mpi_imports_comm_first(sources: dict[str, str]) -> None:
         tree = ast.parse(source)
         top = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "mpi4py"]
         package = sources[f"{path.split('/')[0]}/__init__.py"] if top else ""
-        assert not top or path.startswith("comm/") or "\nimport mpishard.comm  #" in package, path
+        assert not top or path.startswith("comm/") or "import mpishard.comm  #" in package, path
 
 
 BOXES, RUN, GPT = "layout/boxes.py", "training/run.py", "nn/models.py"

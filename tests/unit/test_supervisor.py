@@ -334,6 +334,11 @@ def test_command_lines():
         ["/x/mpirun", "-n", "3", "--with-ft", "ulfm", "--mca", "coll", "^han", "-H", "a:2,b:2,c:1"]
         + ["-x", "MPISHARD_RUN", "-x", "PYTHONPATH", "--prtemca", "plm_ssh_agent", "/y/sh", *script]
     )
+    older = Launcher("/x/mpirun", "Open MPI", older=True)
+    assert older.command(script, 3, elastic=True) == ["/x/mpirun", "-n", "3", *script]
+    assert older.command(script, 3, hosts=HOSTS, shell="/y/sh", environment={}) == (
+        ["/x/mpirun", "-n", "3", "-H", "a:2,b:2,c:1", "--mca", "plm_rsh_agent", "/y/sh", *script]
+    )
 
 
 def test_environments():
@@ -348,15 +353,29 @@ def test_environments():
     deaths = {"PRTE_MCA_state_base_recoverable", "OMPI_MCA_async_mpi_finalize"}
     assert {elastic[name] for name in deaths} == {"1"} and not deaths & set(open_mpi.environment({}, 8, 2))
     assert open_mpi.environment({mapping: "node"}, 8, 2)[mapping] == "node"
+    older = Launcher("/x/mpirun", "Open MPI", older=True)
+    assert older.environment({}, 8, 2)["OMPI_MCA_rmaps_base_oversubscribe"] == "1"
+    assert "OMPI_MCA_rmaps_base_oversubscribe" not in older.environment({}, 2, 2)
+    assert not deaths & set(older.environment({}, 2, 2, elastic=True))
     assert open_mpi.environment({mapping: ":oversubscribe"}, 2, 2)[mapping] == "slot:oversubscribe"
 
 
-@pytest.mark.parametrize(("says", "family"), [("mpirun (Open MPI) 5.0.11", "Open MPI"), ("HYDRA build", "MPICH")])
-def test_families(tmp_path, says, family):
+@pytest.mark.parametrize(
+    ("says", "family", "older"),
+    [
+        ("mpirun (Open MPI) 5.0.11", "Open MPI", False),
+        ("mpirun (Open MPI) 4.1.4", "Open MPI", True),
+        ("mpirun.openmpi (OpenRTE) 4.1.4", "Open MPI", True),
+        ("prterun (PRRTE) 3.0.8", "Open MPI", False),
+        ("HYDRA build", "MPICH", False),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.18.1", "MPICH", False),
+    ],
+)
+def test_families(tmp_path, says, family, older):
     path = tmp_path / "mpirun"
     path.write_text(f"#!/bin/sh\necho '{says}'\n")
     path.chmod(0o700)
-    assert find_launcher(str(path)) == Launcher(str(path), family)
+    assert find_launcher(str(path)) == Launcher(str(path), family, older)
     with pytest.raises(ValueError, match="/nowhere/mpirun"):
         find_launcher("/nowhere/mpirun")
 
