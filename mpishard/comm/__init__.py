@@ -15,12 +15,15 @@ A package that imports mpi4py imports this one first: importing mpi4py.MPI start
 
 import os
 
-import mpi4py
+try:
+    import mpi4py
+except (ImportError, OSError, RuntimeError):
+    pass  # what has no mesh does without; what has one imports it again, and the error says how to get it
+else:
+    from mpishard.launch.detection import explain_old_mpi4py
 
-from mpishard.launch.detection import explain_old_mpi4py
-
-if _said := explain_old_mpi4py(mpi4py.__version__, mpi4py.__file__):
-    raise ImportError(_said, name="mpi4py")
+    if _said := explain_old_mpi4py(mpi4py.__version__, mpi4py.__file__):
+        raise ImportError(_said, name="mpi4py")
 
 # Open MPI does not start without it, and cron jobs and containers have none; "/" where nobody knows the user.
 os.environ.setdefault("HOME", os.path.expanduser("~").replace("~", "/"))
