@@ -20,6 +20,6 @@ a step                    ``sharded_optimizer``: checks its arguments; ``rule_st
 the state                 ``optimizer_state``: creates, binds, saves, restores and rebuilds it, for rules and methods;
                           ``rank_state``: the numbers, and the arrays of one rank with their layouts;
                           ``full_state``: full tensors as one value for any layout, and as bytes
-state of Local SGD        ``local_sgd``: the averages and the steps in between
+Local SGD                 ``local_sgd``: its state; ``local_averages``: the averages and the steps in between
 ========================  ============================================================================================
 """

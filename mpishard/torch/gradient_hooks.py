@@ -20,7 +20,7 @@ from mpishard.comm.agreement import text_of
 from mpishard.io import log
 from mpishard.parameters.flat import FlatParameters
 from mpishard.torch.memory import as_numbers, as_reals, as_tensor, finish_stream
-from mpishard.torch.units import ShardedModule
+from mpishard.torch.sharded_module import ShardedModule
 
 Array = Any
 

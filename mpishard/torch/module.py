@@ -27,7 +27,8 @@ from mpishard.torch.memory import (
     master_dtype,
     take_changed,
 )
-from mpishard.torch.units import ShardedModule, Unit, units_of, units_text
+from mpishard.torch.sharded_module import ShardedModule
+from mpishard.torch.units import Unit, units_of, units_text
 
 Array = Any
 

@@ -26,7 +26,7 @@ from mpishard.nn.layers import Layer
 from mpishard.nn.products import make_matmul, shared_operand
 from mpishard.record import Run
 from mpishard.record.reading import Follower, JsonLinesWriter, Process, read_lines, stragglers
-from mpishard.record.run_record import plain, surroundings, without_secrets
+from mpishard.record.record_files import plain, surroundings, without_secrets
 from mpishard.record.stacks import diagnose
 from mpishard.record.summary import (
     TimeSplit,
