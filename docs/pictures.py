@@ -6,17 +6,24 @@ Sphinx runs it before it reads the pages (`setup`); by hand: ``python docs/pictu
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
+import math
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
-from snippets import program
+from snippets import DOCS, program
+
+import mpishard
 
 Axes = Any
 
@@ -257,25 +264,150 @@ def memory(theme: Theme) -> Figure:
     return figure
 
 
-def heat(theme: Theme) -> Figure:
-    """The rod of the tutorial, true and recovered, by the program that its page shows."""
-    page = Path(__file__).parent / "tutorials" / "heat.md"
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec(compile(program(page), str(page), "exec"), shown := {})
-    figure = Figure(figsize=(7.2, 2.6))
-    axes = figure.add_subplot()
+@cache
+def _shown(page: str, before: str = "") -> dict[str, Any]:
+    """What the program of a page has computed when it is over, or come to the heading `before`."""
+    path = DOCS / page
+    stop = path.read_text("utf-8").splitlines().index(before) if before else None
+    source = "\n".join(program(path).splitlines()[:stop])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.chdir(stack.enter_context(tempfile.TemporaryDirectory())))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        exec(compile(source, str(path), "exec"), found := {})
+    return found
+
+
+def _example(name: str) -> Any:
+    """A script of examples/ as a module."""
+    folder = str(DOCS.parent / "examples")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)
+
+
+def _curves(figure: Figure, x: str, y: str, theme: Theme, *position: int) -> Axes:
+    """A drawing area for curves, with names on its axes."""
+    axes = figure.add_subplot(*position)
     axes.set_facecolor("none")
-    axes.step(shown["x"], shown["truth"], where="mid", color=theme.faint, lw=2, label="true")
-    axes.plot(shown["x"], shown["result"].x, color=BAD, lw=2, label="recovered")
-    axes.plot(shown["x"][shown["sensors"]], [-1.15] * 12, "^", color=theme.text, ms=5, label="sensor")
-    axes.set_xlabel("place on the rod", color=theme.text)
-    axes.set_ylabel("log k", color=theme.text)
-    axes.tick_params(colors=theme.text)
+    axes.set_xlabel(x, color=theme.text)
+    axes.set_ylabel(y, color=theme.text)
+    axes.tick_params(which="both", colors=theme.text)
     for side, line in axes.spines.items():
         line.set_visible(side in ("bottom", "left"))
         line.set_color(theme.faint)
+    return axes
+
+
+def _fields(theme: Theme, fields: dict[str, Any], size: tuple[float, float], label: str, **options: Any) -> Figure:
+    """Two-dimensional fields side by side on one scale, that of the first."""
+    figure = Figure(figsize=size, layout="constrained")
+    first = next(iter(fields.values()))
+    axes = figure.subplots(1, len(fields), sharey=True)
+    for axis, (title, field) in zip(axes, fields.items(), strict=True):
+        image = axis.imshow(field, vmin=first.min(), vmax=first.max(), cmap="viridis", **options)
+        axis.set_title(title, color=theme.text, fontsize=10)
+        axis.set_axis_off()
+    bar = figure.colorbar(image, ax=axes, shrink=0.8)
+    bar.set_label(label, color=theme.text)
+    bar.ax.tick_params(colors=theme.text)
+    return figure
+
+
+def heat(theme: Theme) -> Figure:
+    """The rod of the tutorial, true and recovered, by the program that its page shows."""
+    shown = _shown("tutorials/heat.md")
+    figure = Figure(figsize=(7.2, 2.6))
+    axes = _curves(figure, "place on the rod", "log k", theme)
+    axes.step(shown["x"], shown["truth"], where="mid", color=theme.faint, lw=2, label="true")
+    axes.plot(shown["x"], shown["result"].x, color=BAD, lw=2, label="recovered")
+    axes.plot(shown["x"][shown["sensors"]], [-1.15] * 12, "^", color=theme.text, ms=5, label="sensor")
     axes.legend(loc="upper right", frameon=False, labelcolor=theme.text)
     figure.subplots_adjust(left=0.09, right=0.99, top=0.98, bottom=0.19)
+    return figure
+
+
+@cache
+def _plate() -> tuple[Any, Any]:
+    """The experiments of the example on a small plate, and what L-BFGS-B recovers."""
+    example = _example("own_gradient")
+    heat = example.HeatExperiments(n=32, experiments=24, noise=0.05, smoothness=300.0, seed=0)
+    problem = mpishard.OptimizationProblem(
+        heat.loss_and_gradient, np.zeros(heat.truth.size), samples=24, batch_size=24, steps=60
+    )
+    with mpishard.Mesh() as mesh:
+        optimizer = mpishard.as_distributed(example.METHODS["l-bfgs-b"], mesh)
+        return heat, optimizer.optimize(problem, progress=False).parameters
+
+
+def plate(theme: Theme) -> Figure:
+    """The diffusivity of a plate, true and recovered."""
+    heat, found = _plate()
+    fields = {"true": heat.truth, f"recovered, {heat.error(found):.0%} off": found}
+    images = {title: np.exp(field).reshape(heat.n, heat.n) for title, field in fields.items()}
+    return _fields(theme, images, (7.2, 3.2), "diffusivity", origin="lower")
+
+
+@cache
+def _sea() -> tuple[Any, Any]:
+    """The example under the sea with 8 shots and two bands: its module, and the last stage."""
+    example = _example("seismic_inversion")
+    sound = example.Sound(example.SHAPE, example.SPACING, example.TIME_STEP)
+    survey = example.Survey.at_sea(sound, shots=8, noise=0.02, seed=0)
+    with mpishard.Mesh() as mesh:
+        stages = example.invert(mesh, survey, [(3.0, 10), (6.0, 15)], example.undisturbed, show=False)
+    return example, stages[-1].velocity
+
+
+def sea(theme: Theme) -> Figure:
+    """The speed of sound under the sea: true, at the start, and found."""
+    example, found = _sea()
+    fields = {"true": example.geology(), "start": example.start(), f"found, {example.error(found):.2f} km/s off": found}
+    images = {title: field.reshape(example.SHAPE) for title, field in fields.items()}
+    return _fields(theme, images, (7.6, 2.2), "km/s")
+
+
+def corner(theme: Theme) -> Figure:
+    """The L-curve of the guide, with its corner."""
+    shown = _shown("how-to/many-runs.md")
+    figure = Figure(figsize=(7.2, 2.8))
+    axes = _curves(figure, "misfit", "roughness", theme)
+    points = list(zip(shown["weights"], shown["misfits"], shown["rough"], strict=True))
+    axes.loglog(shown["misfits"], shown["rough"], "o-", color=theme.ranks[0], lw=2, zorder=1)
+    for place, (weight, misfit, rough) in enumerate(points):
+        is_corner = place == shown["curve"].corner
+        axes.annotate(
+            f"{weight:g}" + (", the corner" if is_corner else ""), (misfit, rough), xytext=(7, 4),
+            textcoords="offset points", color=BAD if is_corner else theme.text,
+        )  # fmt: skip
+    figure.subplots_adjust(left=0.15, right=0.95, top=0.93, bottom=0.18)
+    return figure
+
+
+def outliers(theme: Theme) -> Figure:
+    """The readings of the guide, every tenth of which is wrong, and the fits with and without a robust loss."""
+    shown = _shown("how-to/least-squares.md")
+    times, measured, jacobian = shown["times"], shown["measured"], shown["jacobian"]
+    squares = mpishard.least_squares(shown["residuals"], [1, 1, 1], jacobian, bounds=(0, 10))
+    figure = Figure(figsize=(7.2, 2.6))
+    axes = _curves(figure, "time", "reading", theme)
+    axes.plot(times, measured, ".", color=theme.faint, ms=5, label="measured")
+    for fit, colour, label in ((squares, theme.ranks[1], "squares"), (shown["fit"], BAD, "Cauchy's loss")):
+        axes.plot(times, shown["residuals"](fit.x) + measured, color=colour, lw=2, label=label)
+    axes.legend(loc="upper right", frameon=False, labelcolor=theme.text)
+    figure.subplots_adjust(left=0.09, right=0.99, top=0.98, bottom=0.19)
+    return figure
+
+
+def text(theme: Theme) -> Figure:
+    """The loss of the tutorial's transformer, step by step."""
+    losses = _shown("tutorials/transformer.md", before="## Three dimensions")["result"].loss_history
+    figure = Figure(figsize=(7.2, 2.6))
+    axes = _curves(figure, "step", "nats per byte", theme)
+    axes.plot(range(1, len(losses) + 1), losses, color=BAD, lw=2)
+    axes.axhline(math.log(256), color=theme.faint, lw=1.2, linestyle="--")
+    axes.text(len(losses), math.log(256) - 0.06, "ln 256", color=theme.text, ha="right", va="top")
+    figure.subplots_adjust(left=0.09, right=0.99, top=0.96, bottom=0.19)
     return figure
 
 
@@ -303,14 +435,15 @@ def slabs(theme: Theme) -> Figure:
     return figure
 
 
-PICTURES = (mesh, layouts, transaction, tree, schedules, memory, heat, slabs)
+PICTURES = (mesh, layouts, transaction, tree, schedules, memory, slabs)
+GALLERY = (heat, plate, sea, corner, outliers, text)
 
 
 def draw(folder: Path) -> Iterator[Path]:
     """Write all pictures as SVG, with transparent background."""
     folder.mkdir(parents=True, exist_ok=True)
     with rc_context({"svg.hashsalt": "mpishard", "svg.fonttype": "none", "font.family": "sans-serif"}):
-        for picture in PICTURES:
+        for picture in (*PICTURES, *GALLERY):
             for theme in (LIGHT, DARK):
                 path = folder / f"{picture.__name__}-{theme.name}.svg"
                 picture(theme).savefig(path, transparent=True, metadata={"Date": None})
