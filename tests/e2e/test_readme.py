@@ -131,4 +131,4 @@ def test_links_lead_somewhere() -> None:
 
 @pytest.mark.quick
 def test_it_is_short() -> None:
-    assert len(README.splitlines()) <= 80
+    assert len(README.splitlines()) <= 60
