@@ -12,7 +12,8 @@ import typer
 
 from mpishard.arguments import printable
 from mpishard.cli.output import RecordFolder
-from mpishard.record.reading import Follower, check_record
+from mpishard.record.follower import Follower
+from mpishard.record.reading import check_record
 from mpishard.record.stacks import StackFinding, ask, diagnose
 
 _MOST = 16  # ranks of one kind that are listed one by one

@@ -17,11 +17,9 @@ from mpishard.comm.capabilities import probe
 from mpishard.comm.channel import OPS, Channel, Fields, Request
 from mpishard.comm.deferred import DEFERRED
 from mpishard.comm.ledger import all_reduce_elements, ring_elements
+from mpishard.comm.staged_collectives import HostCalls, Runs, StagedCollectives
 from mpishard.comm.staging import (
     DeferredRequest,
-    HostCalls,
-    Runs,
-    StagedCollectives,
     StagedPiece,
     StagedRequest,
     from_wire,

@@ -50,7 +50,7 @@ class Communicator:
     CollectiveMismatchError if their calls do not match.
 
     Device arrays travel in pieces through the host, unless MPI takes them itself.  Their results are in stream order,
-    and a started call does not wait for the device.  `mpishard.comm.staging` says which ranks may then have
+    and a started call does not wait for the device.  `mpishard.comm.staged_collectives` says which ranks may then have
     a NumPy array, and `mpishard.comm.collectives` where MPI takes them.  The two buffers of a call may overlap: what
     MPI reads is then copied first.
 

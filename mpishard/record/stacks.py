@@ -26,7 +26,8 @@ from mpishard.comm.ledger import Call
 from mpishard.comm.mesh import Mesh
 from mpishard.io.files import create, read_note, write_note
 from mpishard.launch.script import innermost, main_frame
-from mpishard.record.reading import PROCESSES, TRACE, Follower, Process, read_lines, state_here
+from mpishard.record.follower import Follower, state_here
+from mpishard.record.reading import PROCESSES, TRACE, Process, read_lines
 
 REQUEST, WHERE, TRACE_REQUEST = "why", ".where.json", "trace-next"
 _POLL_S = 1.0

@@ -4,10 +4,10 @@ Input: a module, and a rule or an optimizer of PyTorch.
 Output: the same module, whose parameters are views into one flat array, and an optimizer of PyTorch for the user's
 loop.
 
-Read ``distributed`` first, then ``module``, and ``gradient_hooks``, which take gradients; ``torch_rule`` with
-``live_groups`` and ``torch_steps``, for optimizers and schedulers of PyTorch; ``own_steps`` for the steps that these
-take themselves; ``sharded_module``, for modules whose parameters are divided; ``problem`` for `optimize`; the rest by
-name.
+Read ``distributed`` and ``module_optimizer`` first, then ``module``, and ``gradient_hooks``, which take gradients;
+``torch_rule`` with ``live_groups`` and ``torch_steps``, for optimizers and schedulers of PyTorch; ``own_steps`` for the
+steps that these take themselves; ``sharded_module``, for modules whose parameters are divided; ``problem`` for
+`optimize`; the rest by name.
 
 `convert_sync_batchnorm` lets batch norms see the samples of all ranks; `join` is for uneven numbers of batches;
 `summon_full_parameters` shows the parameters of a module whose ranks have shares of them.
@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpishard.torch.batch_norm import convert_sync_batchnorm
-    from mpishard.torch.distributed import ModuleOptimizer, as_distributed, summon_full_parameters
+    from mpishard.torch.distributed import as_distributed, summon_full_parameters
+    from mpishard.torch.module_optimizer import ModuleOptimizer
     from mpishard.torch.problem import problem
     from mpishard.torch.torch_rule import rule_of
     from mpishard.torch.uneven_batches import join
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "ModuleOptimizer": "distributed",
+    "ModuleOptimizer": "module_optimizer",
     "as_distributed": "distributed",
     "convert_sync_batchnorm": "batch_norm",
     "join": "uneven_batches",

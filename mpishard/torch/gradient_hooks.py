@@ -3,7 +3,7 @@
 Each class is a way to take gradients, and has a `_take`, which autograd calls.  `ProblemHooks` are for the training
 loops of mpishard.  The others are for a loop of the user's, and differ in what ``p.grad`` is after a backward pass:
 `MeanHooks` leave what DistributedDataParallel leaves there, `LocalHooks` the gradient of this rank, and `SentHooks`
-nothing that can be used.  `loop_hooks` in `mpishard.torch.distributed` chooses.
+nothing that can be used.  `loop_hooks` in `mpishard.torch.module_optimizer` chooses.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from mpishard.torch.batch_norm import has_norms_over_ranks
 from mpishard.torch.gradient_hooks import CLIP, DROP, PASS, STEP, MeanHooks
 
 if TYPE_CHECKING:
-    from mpishard.torch.distributed import ModuleOptimizer
+    from mpishard.torch.module_optimizer import ModuleOptimizer
 
 _meshes_in_use: set[int] = set()  # the ids of the meshes of the contexts that have begun
 _IN_WORDS = {PASS: "make a backward pass", CLIP: "call clip_grad_norm_", STEP: "call step", DROP: "call zero_grad"}

@@ -32,9 +32,9 @@ def standin_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of 32 bytes, so that small buffers are staged in several."""
-    from mpishard.comm import staging
+    from mpishard.comm import staged_collectives
 
-    monkeypatch.setattr(staging, "PIECE_BYTES", 32)
+    monkeypatch.setattr(staged_collectives, "PIECE_BYTES", 32)
 
 
 @pytest.fixture(scope="module")

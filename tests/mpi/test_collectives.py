@@ -14,7 +14,7 @@ from steps import SPECS, gradients, start, train
 
 from mpishard import AdamW, DDPOptimizer, FlatParameters, Mesh, ShardingConfiguration
 from mpishard.backend import array as arrays
-from mpishard.comm import collectives, staging
+from mpishard.comm import collectives, staged_collectives
 from mpishard.comm.agreement import gather_difference
 from mpishard.launch.job_notes import ON_ALL_RANKS
 from mpishard.reduction.hierarchical import node_axes, nodes_of_data
@@ -53,7 +53,7 @@ class Memory:
 def memory(request, monkeypatch):
     kind, _, in_pieces = request.param.partition(" in ")
     if in_pieces:
-        monkeypatch.setattr(staging, "PIECE_BYTES", 32)
+        monkeypatch.setattr(staged_collectives, "PIECE_BYTES", 32)
     return Memory() if kind == "host" else Memory(use_over_mpi(kind, monkeypatch))
 
 

@@ -17,7 +17,7 @@ from records import process_line, write, write_lines
 
 from mpishard.cli import main
 from mpishard.record import Run
-from mpishard.record.reading import Follower
+from mpishard.record.follower import Follower
 from mpishard.record.summary import read_trace
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -34,7 +34,7 @@ from mpishard.minimizers.space import LocalSpace, Space
 # A rank that exits where others go on without it dies by a signal; elsewhere it exits as ever.
 
 OS_EXIT, C_EXIT = "os._exit(3)", "ctypes.CDLL(None).exit(3)"
-IN_FORK = "if os.fork() == 0: {}\nprint(os.waitstatus_to_exitcode(os.wait()[1]))"
+IN_FORK = "if os.fork() == 0: {}\nprint(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)"
 
 
 def python(script):
@@ -43,6 +43,15 @@ def python(script):
 
 def run(*lines):
     return python("\n".join(["import ctypes, os, sys", "from mpishard.comm.abort import die_at_exit", *lines]))
+
+
+def codes(*programs):
+    """Exit codes of forks of one process, since a launch takes longer than all of them."""
+    lines = []
+    for program in programs:
+        lines += [f"if os.fork() == 0:\n    {program}"]
+        lines += ["print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)"]
+    return [int(code) for code in run(*lines).stdout.split()]
 
 
 has_signals = pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this system has no signal for it")
@@ -58,15 +67,14 @@ has_signals = pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this s
     ],
 )
 def test_an_exit_is_a_death_by_a_signal_while_that_is_wanted(how, code):
-    assert run("die_at_exit(True)", how).returncode == code
-    assert run("die_at_exit(True)", "die_at_exit(False)", how).returncode == 3
-    assert run("die_at_exit(True)", "die_at_exit(False)", "die_at_exit(True)", how).returncode == code
+    once, undone = f"die_at_exit(True); {how}", f"die_at_exit(True); die_at_exit(False); {how}"
+    assert codes(once, undone, f"die_at_exit(True); die_at_exit(False); {once}") == [code, 3, code]
 
 
 @has_signals
 def test_it_is_none_in_a_fork_and_where_it_was_never_wanted():
-    for how in (OS_EXIT, C_EXIT):
-        assert run("die_at_exit(True)", IN_FORK.format(how), "die_at_exit(False)").stdout == "3\n"
+    forks = (IN_FORK.format(how) for how in (OS_EXIT, C_EXIT))
+    assert run("die_at_exit(True)", *forks, "die_at_exit(False)").stdout == "3\n3\n"
     assert run("before = os._exit", "die_at_exit(False)", "assert os._exit is before", C_EXIT).returncode == 3
 
 

@@ -25,7 +25,8 @@ from mpishard.nn.decoder import TracedProducts
 from mpishard.nn.layers import Layer
 from mpishard.nn.products import make_matmul, shared_operand
 from mpishard.record import Run
-from mpishard.record.reading import Follower, JsonLinesWriter, Process, read_lines, stragglers
+from mpishard.record.follower import Follower
+from mpishard.record.reading import JsonLinesWriter, Process, read_lines, stragglers
 from mpishard.record.record_files import plain, surroundings, without_secrets
 from mpishard.record.stacks import diagnose
 from mpishard.record.summary import (
