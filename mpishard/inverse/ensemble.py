@@ -24,7 +24,7 @@ from mpishard.arguments import flag, integer, shown
 from mpishard.comm.agreement import opening, text_of
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
-from mpishard.comm.mesh import Mesh
+from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.comm.work_queue import WorkQueue, is_of_mpi
 from mpishard.inverse.result import OptimizeResult
 from mpishard.io import log
@@ -100,9 +100,7 @@ def map_runs(
     >>> [round(float(result.x[0]), 6) for result in results]
     [1.0, 0.5, 0.25]
     """
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh={shown(mesh)} must be a Mesh, such as mpishard.Mesh()")
-    with opening(mesh.world, "map_runs") as same:
+    with opening(checked_mesh(mesh).world, "map_runs") as same:
         cases = list(cases)
         if not callable(function):
             raise TypeError(f"function={shown(function)} must be callable, as function(case, mesh)")
