@@ -376,18 +376,16 @@ def types_of(arguments: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def in_turn(wanted: Function, expected: Iterable[Function]) -> None:
-    """Load a function, or compile it unless another process of this user and node does.
+    """Compile a function that `load` has not found, or load it where another process of this user and node compiles it.
 
     The processes that compile also compile the `expected` functions, each another one.
     """
     dispatcher, types = wanted
-    if _load(dispatcher, types):
-        return
     if dispatcher.stats.cache_path is None:  # it cannot load what another process compiles
         dispatcher.compile(types)
     else:
         _share(wanted, expected)
-        load_or_make(_name(dispatcher), lambda: _load(dispatcher, types), lambda: dispatcher.compile(types))
+        load_or_make(_name(dispatcher), lambda: load(dispatcher, types), lambda: dispatcher.compile(types))
 
 
 def _share(wanted: Function, expected: Iterable[Function]) -> None:
@@ -396,10 +394,10 @@ def _share(wanted: Function, expected: Iterable[Function]) -> None:
         # The longest first, so that all processes finish at about the same time.
         functions = sorted([wanted, *expected], key=_length, reverse=True) if free else []
         for dispatcher, types in functions:
-            if _load(dispatcher, types) or dispatcher.stats.cache_path is None:
+            if load(dispatcher, types) or dispatcher.stats.cache_path is None:
                 continue
             with attempt(_name(dispatcher)) as mine:
-                if mine and not _load(dispatcher, types):
+                if mine and not load(dispatcher, types):
                     dispatcher.compile(types)
 
 
@@ -412,7 +410,7 @@ def _name(dispatcher: Any) -> str:
     return f"{function.__code__.co_filename}:{function.__qualname__}"
 
 
-def _load(dispatcher: Any, types: tuple[Any, ...]) -> bool:
+def load(dispatcher: Any, types: tuple[Any, ...]) -> bool:
     """Load a function from the cache as the dispatcher does; returns whether it is loaded now."""
     with global_compiler_lock:
         if types in dispatcher.overloads:
