@@ -228,6 +228,14 @@ def _compiled_before(folder: Path) -> Path | None:
     return found if os.path.isdir(found) else None  # also None where it cannot be looked at
 
 
+def kept_in() -> tuple[Path | None, str | None]:
+    """Where kernels are: what was compiled at the installation for this processor, and what processes compile here.
+
+    None: nothing was, and no folder can be written. Each file of mpishard has a folder like the second one.
+    """
+    return _compiled_before(kernels_folder()), _Cache(kept_in, {}).cache_path
+
+
 class _Place:
     """A locator of Numba's cache, which says where it keeps a function: in `folder`."""
 
