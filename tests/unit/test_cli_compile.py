@@ -138,10 +138,17 @@ def test_a_step_needs_no_place_that_can_be_written(kernels: Path, tmp_path: Path
     assert not files(tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
-    assert main(["compile", "--into", str(tmp_path / "file" / "kernels")]) == 2
-    assert str(tmp_path / "file") in capsys.readouterr().err
+    into = tmp_path / "file" / "kernels"
+    assert main(["compile", "--into", str(into)]) == 2
+    said = f"mpishard: error: no kernels can be written to {into} (Not a directory); name another\n"
+    assert capsys.readouterr().err == said
+    monkeypatch.setenv("MPISHARD_KERNELS", str(into))
+    assert main(["compile"]) == 2
+    assert "--into FOLDER" in capsys.readouterr().err
 
 
 # All kernels are compiled, of both dtypes.
