@@ -19,7 +19,8 @@ class _GridFunctions(Adapter):
     def communicator(self, field: Any) -> Any:
         if getattr(field, "is_TimeFunction", False):
             raise TypeError(
-                f"{kind_of(field)} has all its time steps: give Partition(local, mesh, shape=, box=) the values of one"
+                f"{kind_of(field)} has a value for each time step: invert for a Function, such as a coefficient or the "
+                "initial state, or give Partition(local, mesh, shape=, box=) the values of one step"
             )
         points = any(getattr(field, name, False) for name in ("is_SparseFunction", "is_SparseTimeFunction"))
         if points or not hasattr(field, "local_indices"):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from mpishard.backend.garbage import no_garbage_collection, objects_stay
+from mpishard.io import log
 
 # Raise it with every change after which a compiled kernel gives other bits, be it in a function that the kernel calls:
 # by it a reproducible run finds out that it would resume with other kernels than it began with. 2: the exponential of
@@ -53,8 +58,41 @@ def compile_expected() -> None:
     with no_garbage_collection():
         while _expected:
             (function, key), arguments = _expected.popitem()
-            jit.in_turn((function.dispatcher(), jit.types_of(arguments)), ())
+            _load_or_compile(function.dispatcher(), jit.types_of(arguments), ())
             function._compiled.add(key)
+
+
+# Seconds of compiling after which the first rank says so: without a line it would look like a hang.
+PATIENCE_S = 1.0
+_compiled_s = 0.0  # of this process so far, and of its waits for others that compile
+
+
+def _load_or_compile(dispatcher: Any, types: tuple[Any, ...], expected: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
+    jit = _jit()
+    if not jit.load(dispatcher, types):
+        with _said_where_long(is_kept=dispatcher.stats.cache_path is not None):
+            jit.in_turn((dispatcher, types), expected)
+
+
+@contextlib.contextmanager
+def _said_where_long(is_kept: bool) -> Iterator[None]:
+    """Say once that kernels are compiled, on the first rank, when that has taken PATIENCE_S; `is_kept`: on disk."""
+    global _compiled_s
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    is_other = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.rank > 0
+    if is_other or _compiled_s >= PATIENCE_S:
+        yield
+        return
+    later = "once; later runs load them" if is_kept else "as every run does where no folder can keep them"
+    began = time.monotonic()
+    line = threading.Timer(PATIENCE_S - _compiled_s, log.inform, [f"compiling kernels for this processor, {later}"])
+    line.daemon = True
+    line.start()
+    try:
+        yield
+    finally:
+        line.cancel()
+        _compiled_s += time.monotonic() - began
 
 
 @functools.cache
@@ -95,7 +133,7 @@ class HostFunction:
         jit = _jit()
         _expected.pop((self, key), None)
         with no_garbage_collection():  # each would look at all of Numba's objects
-            jit.in_turn((self.dispatcher(), jit.types_of(arguments)), _take_expected())
+            _load_or_compile(self.dispatcher(), jit.types_of(arguments), _take_expected())
         self._compiled.add(key)
 
     def dispatcher(self) -> Any:

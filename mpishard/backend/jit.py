@@ -228,6 +228,14 @@ def _compiled_before(folder: Path) -> Path | None:
     return found if os.path.isdir(found) else None  # also None where it cannot be looked at
 
 
+def kept_in() -> tuple[Path | None, str | None]:
+    """Where kernels are: what was compiled at the installation for this processor, and what processes compile here.
+
+    None: nothing was, and no folder can be written. Each file of mpishard has a folder like the second one.
+    """
+    return _compiled_before(kernels_folder()), _Cache(kept_in, {}).cache_path
+
+
 class _Place:
     """A locator of Numba's cache, which says where it keeps a function: in `folder`."""
 
@@ -376,18 +384,16 @@ def types_of(arguments: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def in_turn(wanted: Function, expected: Iterable[Function]) -> None:
-    """Load a function, or compile it unless another process of this user and node does.
+    """Compile a function that `load` has not found, or load it where another process of this user and node compiles it.
 
     The processes that compile also compile the `expected` functions, each another one.
     """
     dispatcher, types = wanted
-    if _load(dispatcher, types):
-        return
     if dispatcher.stats.cache_path is None:  # it cannot load what another process compiles
         dispatcher.compile(types)
     else:
         _share(wanted, expected)
-        load_or_make(_name(dispatcher), lambda: _load(dispatcher, types), lambda: dispatcher.compile(types))
+        load_or_make(_name(dispatcher), lambda: load(dispatcher, types), lambda: dispatcher.compile(types))
 
 
 def _share(wanted: Function, expected: Iterable[Function]) -> None:
@@ -396,10 +402,10 @@ def _share(wanted: Function, expected: Iterable[Function]) -> None:
         # The longest first, so that all processes finish at about the same time.
         functions = sorted([wanted, *expected], key=_length, reverse=True) if free else []
         for dispatcher, types in functions:
-            if _load(dispatcher, types) or dispatcher.stats.cache_path is None:
+            if load(dispatcher, types) or dispatcher.stats.cache_path is None:
                 continue
             with attempt(_name(dispatcher)) as mine:
-                if mine and not _load(dispatcher, types):
+                if mine and not load(dispatcher, types):
                     dispatcher.compile(types)
 
 
@@ -412,7 +418,7 @@ def _name(dispatcher: Any) -> str:
     return f"{function.__code__.co_filename}:{function.__qualname__}"
 
 
-def _load(dispatcher: Any, types: tuple[Any, ...]) -> bool:
+def load(dispatcher: Any, types: tuple[Any, ...]) -> bool:
     """Load a function from the cache as the dispatcher does; returns whether it is loaded now."""
     with global_compiler_lock:
         if types in dispatcher.overloads:

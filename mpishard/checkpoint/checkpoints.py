@@ -20,7 +20,7 @@ from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import probe
 from mpishard.comm.errors import raised_on_all
-from mpishard.comm.mesh import Mesh
+from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.io.files import warn_of_writers
 from mpishard.launch.lease import FolderLease
 from mpishard.layout.run_state import RunState, check_state
@@ -115,9 +115,7 @@ class Checkpoints:
         on_error: Literal["raise", "warn"] = "raise",
         best: Literal["validation loss"] | None = None,
     ) -> None:
-        if not isinstance(mesh, Mesh):
-            raise TypeError(f"Checkpoints: mesh={shown(mesh)} must be mpishard.Mesh()")
-        with opening(mesh.world, "Checkpoints") as same:
+        with opening(checked_mesh(mesh).world, "Checkpoints") as same:
             options = CheckpointOptions(folder, every, keep, asynchronous, compression, virtual, on_error, best)
             same |= {**asdict(options), "folder": str(folder)}
         self.folder: Path = Path(options.folder)

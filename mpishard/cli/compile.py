@@ -55,8 +55,12 @@ def compile(
     let nobody write to it whom its users do not trust: they run what is in it.
     """
     folder = jit.kernels_folder() if into is None else into.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()  # OSError before anything is compiled
+    try:  # before anything is compiled
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        remedy = "--into FOLDER names another" if into is None else "name another"
+        raise OSError(f"no kernels can be written to {folder} ({error.strerror}); {remedy}") from error
     found = jit.compile_into(folder)
     for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
         _compile_formulas(dtype)

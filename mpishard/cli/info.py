@@ -65,6 +65,7 @@ def rows(facts: Sequence[Facts]) -> list[tuple[str, str]]:
         ("HDF5", f"{first.versions['HDF5']}, h5py {first.versions['h5py']}, {_h5py(first)}"),
         ("BLAS", _blas(first)),
         ("products", _products(first)),
+        ("kernels", _kernels(first)),
         ("memory", _memory(first)),
     ]
     every = nodes(facts)
@@ -154,6 +155,14 @@ def _by_library(products: str) -> str:
     for kind, _, library in (pair.partition("=") for pair in products.split(",")):
         kinds.setdefault(library, []).append(kind)
     return "; ".join(f"{library}: {', '.join(of)}" for library, of in sorted(kinds.items()))
+
+
+def _kernels(first: Facts) -> str:
+    if first.processor.kernels:
+        return f"compiled for this processor, in {first.processor.kernels}"
+    if first.processor.kernels_own:
+        return f"compiled at their first call, and kept in folders such as {first.processor.kernels_own}"
+    return "compiled by each process, as no folder can be written: mpishard compile --into FOLDER"
 
 
 def _memory(first: Facts) -> str:

@@ -76,8 +76,10 @@ def _headline(run: Follower) -> Text:
     problem = run.start.get("problem", {})
     step_s, left = _step_s(run), (run.steps or 0) - run.last_step
     figures = [f"step {run.last_step}" + (f" of {run.steps}" if left >= 0 else "")]
+    if last.get("iteration") is not None:
+        figures.append(f"iteration {last['iteration']}")
     if last.get("loss") is not None:
-        figures.append(f"loss {last['loss']:.4g}")
+        figures.append(f"{'value' if run.is_minimization else 'loss'} {last['loss']:.4g}")
     if step_s:
         figures.append(f"{seconds(step_s)} a step")
     terms = problem.get("batch_size", 0) * problem.get("tokens_per_sample", 1)
@@ -85,7 +87,7 @@ def _headline(run: Follower) -> Text:
         what = "tokens" if problem.get("tokens_per_sample", 1) > 1 else "samples"
         figures.append(f"{terms / step_s:,.0f} {what}/s")
     if own and own[-1].get("workers"):
-        figures.append(count(own[-1]["workers"], "worker"))
+        figures.append(count(own[-1]["workers"], "rank" if run.is_minimization else "worker"))
     if not run.ending:
         waited = time.time() - own[-1].get("time", math.inf) if own else 0.0
         if waited > max(_LATE_S, _SILENT_STEPS * step_s) + run.start.get("every", 0):
@@ -231,8 +233,8 @@ def top(
 ) -> None:
     """Show live how a run stands, and what its ranks spend time on.
 
-    Step, loss, speed, time to go, and for each rank how much of a step it computes and how much it waits in which axis;
-    stragglers are named, and ranks that have gone silent.
+    Step, loss or value, speed, time to go, and for each rank how much of a step it computes and how much it waits in
+    which axis; stragglers are named, and ranks that have gone silent.
 
     The record is written by optimize(problem, record=mpishard.RunRecord(folder, mesh)).  Ctrl-C ends the view, not the
     run.

@@ -354,16 +354,16 @@ class Axis(Communicator):
         Exception
             As `raise_if_any`.
         """
-        own = None if problem is None else ErrorForOthers.of(problem, self.rank)
+        own = None if problem is None else ErrorForOthers.of(problem, self.members[self.rank])
         problems = self.allgather_object(own)
-        rank, first = next((rank, known) for rank, known in enumerate(problems) if known is not None)
+        first = next(known for known in problems if known is not None)
         if first.exit_code is not None and self.rank == 0 and self.size > 1:
-            log.warn(f"rank {rank} called sys.exit in the run; all ranks end with its code {first.exit_code}")
+            log.warn(f"rank {first.rank} called sys.exit in the run; all ranks end with its code {first.exit_code}")
         if problem is not None:
             if all(known is not None and known[:2] == first[:2] for known in problems):
                 raised_by_all(problem, self.size)
             raise problem
-        raise first.made(f"rank {rank} of axis {self.name!r}")
+        raise first.made()
 
 
 # The ranks that together hold one copy of a model, as one axis.

@@ -89,6 +89,7 @@ class ErrorForOthers(NamedTuple):
     text: str  # with the class where theirs is another: the text alone may say little
     exit_code: int | None  # that ``sys.exit`` asked for; None for an error
     place: str  # in the user's code, which the tracebacks of other ranks cannot show
+    rank: int | None  # of the whole mesh; None: the text says where, as that of an error from another axis
 
     @classmethod
     def of(cls, problem: BaseException, rank: int) -> ErrorForOthers:
@@ -97,15 +98,16 @@ class ErrorForOthers(NamedTuple):
         text = str(problem) if kinds[0] in _KNOWN_ERRORS else f"{kinds[0]}: {problem}"
         code = code_of_exit(problem.code) if isinstance(problem, SystemExit) else None
         if hasattr(problem, ECHO):
-            return cls(kind, text, code, "\n".join(getattr(problem, "__notes__", ())))
+            return cls(kind, text, code, "\n".join(getattr(problem, "__notes__", ())), None)
         frames = in_users_code(problem)
-        return cls(kind, text, code, f"On rank {rank}:\n{frames.rstrip()}" if frames else "")
+        return cls(kind, text, code, f"On rank {rank}:\n{frames.rstrip()}" if frames else "", rank)
 
-    def made(self, where: str) -> BaseException:
-        """The error that the other ranks raise; `where` names the rank that has failed."""
+    def made(self) -> BaseException:
+        """The error that the other ranks raise."""
         if self.exit_code is not None:
             return SystemExit(self.exit_code)
-        error = _KNOWN_ERRORS.get(self.kind, RuntimeError)(f"{where}: {self.text}")
+        where = "" if self.rank is None else f"rank {self.rank}: "
+        error = _KNOWN_ERRORS.get(self.kind, RuntimeError)(where + self.text)
         setattr(error, ECHO, True)
         if self.place:
             error.add_note(self.place)

@@ -593,6 +593,14 @@ def _sizes(ranks: int, **sizes: Any) -> tuple[int, int, int]:
     return sizes["data"], sizes["tensor"], sizes["pipeline"]
 
 
+def checked_mesh(mesh: Any) -> Mesh:
+    """The `mesh` that a call was given. Raises TypeError if it is none, such as a communicator or a number of ranks."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    made = "mpishard.Mesh(comm)" if isinstance(mesh, MPI.Comm) else "mpishard.Mesh()"
+    raise TypeError(f"mesh={shown(mesh)} must be a Mesh; give {made}")
+
+
 def _check_launcher() -> None:
     """Refuse a world of one rank where a launcher has started several."""
     # A spawned process inherits the environment of its parents.

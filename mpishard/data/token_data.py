@@ -18,7 +18,7 @@ from mpishard.backend.random import permuted
 from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
-from mpishard.comm.mesh import Mesh
+from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.data.token_files import Tokens, TokenSource
 from mpishard.layout.boxes import split
 
@@ -248,9 +248,7 @@ class TokenData:
         check: bool = True,
         mesh: Mesh | None = None,
     ) -> None:
-        if not (mesh is None or isinstance(mesh, Mesh)):
-            raise TypeError(f"mesh={shown(mesh)} must be mpishard.Mesh()")
-        with opening(None if mesh is None else mesh.world, "TokenData") as same:
+        with opening(None if mesh is None else checked_mesh(mesh).world, "TokenData") as same:
             self.tokens_per_sample = integer("context_length", context_length, least=1)
             self._vocabulary_size = vocabulary_size
             if vocabulary_size is not None:

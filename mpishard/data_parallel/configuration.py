@@ -16,7 +16,7 @@ from mpishard.arguments import flag, integer, kind_of, number
 from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import all_reduce_elements, ring_elements
-from mpishard.comm.mesh import Mesh
+from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.compression import Compressor, Int8Compressor
 from mpishard.compression.compressor import Collective
 from mpishard.layout.boxes import run_lengths, split
@@ -150,9 +150,7 @@ class ShardingConfiguration:
     sync_every: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mesh, Mesh):
-            raise TypeError(f"a ShardingConfiguration needs a Mesh, got {kind_of(self.mesh)}")
-        with opening(self.mesh.world, "ShardingConfiguration") as same:
+        with opening(checked_mesh(self.mesh).world, "ShardingConfiguration") as same:
             self._check()
             same |= self.settings()
 

@@ -338,6 +338,16 @@ _LEAVE_SIGNAL = signal.SIGRTMIN + 5
 _REASON_LENGTH = 300  # characters
 
 
+def flush_output() -> None:
+    """Write out what the script has printed, as far as that can be.
+
+    Python refuses it to the handler of a signal that came in the midst of a write, such as that of a traceback.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # the last if the script has closed it
+            stream.flush()
+
+
 def run_script() -> None:
     """Run the script, module or code that the arguments of this process name, as Python would."""
     joining = JoiningProcess()
@@ -413,8 +423,7 @@ class JoiningProcess:
 
     def fail(self, why: str) -> NoReturn:
         """Report why this process cannot join, and end on the leader's order, with all that were spawned with it."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         self._tell(FAILED, why.splitlines()[0][:_REASON_LENGTH])
         while True:
             self._listener.join()
@@ -459,8 +468,7 @@ class JoiningProcess:
         while self._leaves:  # in another thread
             time.sleep(_LEAVE_S)
         self._leaves = True
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         # A timer of the kernel: mpi4py keeps the interpreter's lock in Finalize, which waits if a peer is inside MPI.
         signal.setitimer(signal.ITIMER_REAL, _LEAVE_S)
         self._leader.Free()

@@ -20,6 +20,7 @@ from threadpoolctl import threadpool_info
 from mpishard.backend.array import can_pin, device_count
 from mpishard.backend.gemm.choice import Choice, chosen_by_variable, faster_here
 from mpishard.backend.gemm.libraries import TAKES, installed, is_intel, loadable, multiplies_bfloat16
+from mpishard.backend.jit import kept_in
 from mpishard.backend.optional_library import device_libraries
 from mpishard.backend.process import chosen_by_user, cpu_quota, own_cores
 from mpishard.comm.capabilities import (
@@ -241,6 +242,12 @@ class Processor:
         What the user chose by MPISHARD_PRODUCTS; empty without a choice.
     products_fast : str
         As `products`, if the extra ``fast`` were installed and the user had no choice; empty where it has no packages.
+    kernels : str
+        The folder of the kernels that `mpishard compile` has compiled for this processor; empty without them, and on
+        other ranks than 0.
+    kernels_own : str
+        A folder where processes of this user keep the kernels that they compile; empty where none can be written, and
+        on other ranks than 0.
     """
 
     blas: tuple[Blas, ...]
@@ -250,6 +257,8 @@ class Processor:
     products: str = ""
     products_chosen: str = ""
     products_fast: str = ""
+    kernels: str = ""
+    kernels_own: str = ""
 
 
 @dataclass(frozen=True)
@@ -347,6 +356,7 @@ def collect(comm: MPI.Intracomm) -> Facts:
     mpirun, on_path = _launchers() if comm.rank == 0 else (None, None)
     shared_memory, shared_memory_free = _shared_memory()
     quota = cpu_quota()
+    kernels, kernels_own = kept_in() if comm.rank == 0 else (None, None)
     return Facts(
         process=Process(
             rank=comm.rank,
@@ -379,6 +389,8 @@ def collect(comm: MPI.Intracomm) -> Facts:
             products=_products() if comm.rank == 0 else "",
             products_chosen=chosen_by_variable(),
             products_fast=_products_fast() if comm.rank == 0 else "",
+            kernels=str(kernels or ""),
+            kernels_own=kernels_own or "",
         ),
         memory=Memory(
             gpus=gpus,

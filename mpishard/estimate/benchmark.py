@@ -16,7 +16,7 @@ from mpi4py import MPI
 from mpishard.backend import gemm
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import Ledger
-from mpishard.comm.mesh import Mesh
+from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.estimate.estimates import estimate
 from mpishard.estimate.profile import Link, MachineProfile
 from mpishard.nn import GPT, kernels
@@ -44,7 +44,7 @@ def measure(mesh: Mesh) -> MachineProfile:
     MachineProfile
         The same on every rank.
     """
-    world = mesh.world
+    world = checked_mesh(mesh).world
     ranks_per_node = int(world.all_reduce(np.array([mesh.node.size]), op="max", label="control")[0])
     node = _links(mesh.node, world) if ranks_per_node > 1 else {}
     network = {}

@@ -261,11 +261,9 @@ def world_of(mesh: Any) -> Axis | OneRank:
     """The ranks that call together, all of the mesh or this one alone. Raises TypeError if `mesh` is not a Mesh."""
     if mesh is None:
         return OneRank()
-    from mpishard.comm.mesh import Mesh  # with MPI: only for those who have a mesh
+    from mpishard.comm.mesh import checked_mesh  # with MPI: only for those who have a mesh
 
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh={shown(mesh)} must be mpishard.Mesh()")
-    return mesh.world
+    return checked_mesh(mesh).world
 
 
 def opening(mesh: Any, call: str) -> AbstractContextManager[dict[str, Any]]:

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import integer, shown
+from mpishard.arguments import integer
 from mpishard.backend.array import check_module
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import PRODUCT, Ledger
-from mpishard.comm.mesh import Mesh
+from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.nn.architecture import DecoderArchitecture
 from mpishard.nn.block import TransformerBlock
 from mpishard.nn.chunk import Chunk, LocalChunks
@@ -172,8 +172,8 @@ class Decoder:
         call = f"{type(self).__name__}()"
         if not isinstance(architecture, DecoderArchitecture):
             raise TypeError(f"{call} needs an architecture, got {architecture!r}")
-        if mesh is not None and not isinstance(mesh, Mesh):
-            raise TypeError(f"{call}: mesh={shown(mesh)} must be mpishard.Mesh(), or None")
+        if mesh is not None:
+            checked_mesh(mesh)
         self.architecture: DecoderArchitecture = architecture
         options = ModelOptions(
             schedule=schedule,

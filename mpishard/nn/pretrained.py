@@ -20,7 +20,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.agreement import fingerprint, opening, text_of
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
-from mpishard.comm.mesh import Mesh
+from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.comm.reshard import reshard
 from mpishard.io import files
 from mpishard.io.files import parsed
@@ -338,7 +338,7 @@ def import_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, 
         do not have, tensors that are missing, of another shape, or have no place, files that cannot be read, and
         arguments or files that differ between ranks.
     """
-    world = Axis.single("world") if mesh is None else mesh.world
+    world = Axis.single("world") if mesh is None else checked_mesh(mesh).world
     with opening(world, "import_pretrained") as same:
         plan = ImportPlan.of(folder, 1 if mesh is None else mesh.pipeline.size, options)
         same |= plan.facts  # of the files in the folder, too

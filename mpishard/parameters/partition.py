@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,12 +14,10 @@ from mpishard.backend import array as arrays
 from mpishard.comm.agreement import agree_on_settings, in_words, opening, text_of
 from mpishard.comm.axis import ranks_in
 from mpishard.comm.errors import raised_on_all
+from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.comm.rearrangement import Rearrangement
 from mpishard.layout.boxes import Box, box_shape
 from mpishard.layout.tensors import ParameterSpec
-
-if TYPE_CHECKING:
-    from mpishard.comm.mesh import Mesh
 
 Array = Any
 
@@ -76,7 +74,7 @@ class Partition:
     def __init__(
         self, local: Any, mesh: Mesh, *, ids: Any = None, shape: Sequence[int] | None = None, box: Any = None
     ) -> None:
-        with opening(mesh.world, "Partition") as same:
+        with opening(checked_mesh(mesh).world, "Partition") as same:
             if mesh.pipeline.size > 1:
                 raise ValueError(f"a field is shared by the tensor ranks of a mesh, but this one has {mesh.sizes}")
             self.local: Array = _real_copy(local)
@@ -134,7 +132,7 @@ class Partition:
         TypeError, ValueError
             On all ranks: if any gives no such field, or one that is shared by other ranks than a field of the mesh.
         """
-        with opening(mesh.world, "Partition.of") as same:
+        with opening(checked_mesh(mesh).world, "Partition.of") as same:
             adapter = adapter_of(field)
             same |= {"kind of field": f"{adapter.what} of {adapter.package}", "ids are given": ids is not None}
             _check_ranks(adapter, field, mesh)
@@ -270,6 +268,8 @@ def _checked_box(shape: tuple[int, ...] | None, box: Any, local: Array) -> Box |
         if box is not None:
             raise ValueError(f"box={shown(box)} is of a grid: give its shape, too")
         return None
+    if box is None:
+        raise ValueError(f"shape={shape} is of a grid: give the box of this rank, too")
     pairs = [entries("box", pair, "(start, stop)") for pair in entries("box", box, "pairs (start, stop)")]
     if len(pairs) != len(shape) or any(len(pair) != 2 for pair in pairs):
         raise ValueError(f"box={shown(box)} must have a pair (start, stop) for each dimension of the shape {shape}")

@@ -125,6 +125,11 @@ class Follower:
         return [line for line in self.metrics if line.get("start", self.number) == self.number]
 
     @property
+    def is_minimization(self) -> bool:
+        """True if a method has chosen the steps of the last start: its losses are values of a function."""
+        return any("iteration" in line for line in self.own_metrics)
+
+    @property
     def processes(self) -> list[Process]:
         """The processes that have written since the last start and still take part, by rank, with their last lines."""
         since = self.start.get("time", 0)
@@ -181,7 +186,8 @@ class Follower:
                 return f"all of its {steps} steps are taken"
             asked = f", and {steps} were asked for" if steps != self.last_step else ""
             return f"nothing was left to do: {self.last_step} steps had been taken before{asked}"
-        return f"{_REASONS.get(reason, reason)} after {last_step}"
+        text = _REASONS.get(reason, reason)
+        return f"{text.replace('loss', 'value') if self.is_minimization else text} after {last_step}"
 
     @property
     def steps(self) -> int | None:

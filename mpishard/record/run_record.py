@@ -25,7 +25,7 @@ from mpishard.comm.agreement import opening
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.ledger import Ledger, Span
-from mpishard.comm.mesh import Mesh
+from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.record.reading import DEATHS, METRICS, OWN, own_metrics, read_end
 from mpishard.record.record_files import RecordFiles, require_tensorboard
 from mpishard.record.stacks import StackReporter
@@ -288,8 +288,7 @@ class RunRecord:
         trace: tuple[int, int] | None = None,
         every: float = 1.0,
     ) -> None:
-        if not isinstance(mesh, Mesh):
-            raise TypeError(f"RunRecord: mesh={shown(mesh)} must be mpishard.Mesh()")
+        checked_mesh(mesh)
         steps = [integer("trace", step) for step in entries("trace", () if trace is None else trace, "two steps")]
         if trace is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             raise ValueError(f"trace={trace!r} must be the first and the last step to trace, such as (100, 104)")

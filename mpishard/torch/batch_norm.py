@@ -9,7 +9,7 @@ import torch
 from mpishard.comm.agreement import held_by, opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.call_matching import CollectiveMismatchError
-from mpishard.comm.mesh import Mesh
+from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.launch.job_notes import raised_by_all
 from mpishard.torch.memory import as_array, finish_stream
 
@@ -44,7 +44,7 @@ def convert_sync_batchnorm(module: Any, mesh: Mesh) -> Any:
     TypeError
         If it is no module.
     """
-    with opening(mesh.world, "convert_sync_batchnorm"):
+    with opening(checked_mesh(mesh).world, "convert_sync_batchnorm"):
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"convert_sync_batchnorm needs a torch.nn.Module, got a {type(module).__name__}")
     axis = mesh.data.subgroup(_GROUP, range(mesh.data.size))

@@ -11,7 +11,7 @@ import torch
 from mpishard.backend import array as arrays
 from mpishard.backend.process import blas_threads
 from mpishard.comm.agreement import opening
-from mpishard.comm.mesh import Mesh
+from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.parameters.flat import FlatParameters
 from mpishard.torch.buffers import MODES
 from mpishard.torch.gradient_hooks import LoopHooks
@@ -74,11 +74,10 @@ def problem(
     TypeError, ValueError
         If the module or an argument is unfit; with `shard_units` on every rank.
     """
-    if not (mesh is None or isinstance(mesh, Mesh)):
-        raise TypeError(f"mesh={mesh!r} must be a Mesh, that of the optimizer")
     sharding = None
     known = known_state(module) if isinstance(module, torch.nn.Module) else None
-    with opening(None if mesh is None else mesh.world, "problem") as same:  # a class of the user's may raise, too
+    world = None if mesh is None else checked_mesh(mesh).world
+    with opening(world, "problem") as same:  # a class of the user's may raise, too
         if not callable(losses):
             raise TypeError(f"losses must be a function of the module and sample indices, got {type(losses).__name__}")
         if buffers not in MODES:

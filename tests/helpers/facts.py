@@ -29,7 +29,11 @@ GOOD = Facts(
     ),
     h5py=H5py(h5py_mpi=False, h5py_lacks=()),
     processor=Processor(
-        blas=(Blas("openblas", "0.3.31", "Haswell", 4),), blas_chosen="", cores=(0, 1, 2, 3), cpu_quota=None
+        blas=(Blas("openblas", "0.3.31", "Haswell", 4),),
+        blas_chosen="",
+        cores=(0, 1, 2, 3),
+        cpu_quota=None,
+        kernels="/opt/kernels/znver3",
     ),
     memory=Memory(
         gpus=0,

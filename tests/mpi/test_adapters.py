@@ -157,6 +157,13 @@ def test_a_grid_that_was_not_cut_is_an_error(comm, tensor_mesh):
             Partition.of(field, tensor_mesh)
 
 
+def test_a_state_in_time_is_no_unknown(comm, tensor_mesh):
+    field = GridFunction(np.zeros((4, 3)), comm, (4, 3), (0, 0))
+    field.is_TimeFunction = True
+    with pytest.raises(TypeError, match="GridFunction .*each time step: invert for a Function"):
+        Partition.of(field, tensor_mesh)
+
+
 def test_a_vector_may_be_numbered_by_the_application(comm, tensor_mesh):
     own = np.arange(2.0 + comm.rank)
     field = Vector(own, comm)

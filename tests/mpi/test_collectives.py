@@ -364,6 +364,19 @@ def test_agree_raises_everywhere(mesh):
     assert getattr(found.value, ON_ALL_RANKS, 0) == (mesh.size == 1)
 
 
+@pytest.mark.mpi(min_size=3)
+def test_other_ranks_name_the_rank_of_the_mesh_that_has_failed(mesh):
+    last, problem = mesh.size - 1, None
+    part = mesh.world.subgroup("part", range(1, mesh.size))
+    if part is not None:
+        with pytest.raises(ValueError, match="bad lunch") as found:
+            part.raise_if_any(ValueError("bad lunch") if mesh.rank == last else None)
+        problem = found.value
+    with pytest.raises(ValueError, match="bad lunch") as found:
+        mesh.world.raise_if_any(problem)
+    assert str(found.value) == ("bad lunch" if mesh.rank == last else f"rank {last}: bad lunch")
+
+
 def test_an_error_that_all_ranks_have_alike_is_known_for_one(mesh):
     for text, alike in (("bad lunch", True), (f"bad lunch on rank {mesh.rank}", mesh.size == 1)):
         with pytest.raises(ValueError, match=text) as found:

@@ -272,6 +272,29 @@ def test_the_result_of_ones_own_loop(mesh, same_on_all):
     assert running.gather_result().status == -1
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("without_debug")
+@pytest.mark.parametrize("reduction", [None, "sum"])
+def test_what_an_evaluation_sends(mesh, reduction):
+    """As `docs/explanation/what-it-costs.md` says: more iterations make so many more calls."""
+
+    def part(x):
+        value, gradient = rosenbrock(x)
+        return (value, gradient) if reduction is None else (value / mesh.size, gradient / mesh.size)
+
+    def run(maxiter):
+        mesh.ledger.clear()
+        given = {"bounds": (-1.5, 0.9), "options": {"maxiter": maxiter, "ftol": 0, "gtol": 0}}
+        evaluations = minimize(part, START, mesh=mesh, reduction=reduction, **given).nfev
+        return evaluations, {name: each["calls"] for name, each in mesh.ledger.summary().items()}
+
+    (few, before), (many, after) = run(3), run(9)
+    calls = {name: (count - before[name]) / (many - few) for name, count in after.items() if count > before[name]}
+    assert 5 <= calls.pop("world.all_reduce dots") <= 12
+    assert calls.pop("data.reduce_scatter gradients", 0) == (reduction == "sum")
+    assert calls == {"data.all_gather parameters": 1, "world.all_gather control": 1}
+
+
 def test_one_rank_stops_all(mesh, same_on_all):
     last = mesh.rank == mesh.size - 1
     seen, given = [], {"method": "L-BFGS", "mesh": mesh}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import mpishard
 from mpishard import (
     LBFGS,
     SGD,
@@ -135,10 +136,8 @@ def flat(*specs, **options):
         (lambda mesh: save_checkpoint("no", None, None), "save_checkpoint: optimizer=None"),
         (lambda mesh: Checkpoints("nowhere", mesh, keep=True), "keep=True"),
         (lambda mesh: Checkpoints("nowhere", mesh, every=True), "every=True"),
-        (lambda mesh: Checkpoints("nowhere", "x"), "Checkpoints: mesh='x'"),
         (lambda mesh: RunRecord("nowhere", mesh, tensorboard="no"), "tensorboard='no'"),
         (lambda mesh: RunRecord("nowhere", mesh, trace="ab"), "trace='ab'"),
-        (lambda mesh: RunRecord("nowhere", "x"), "RunRecord: mesh='x'"),
         (lambda mesh: Mesh(mesh.world.comm, timeout=True), "timeout=True"),
         (lambda mesh: Mesh(mesh.world.comm, debug="no"), "debug='no'"),
         (lambda mesh: Mesh(4), r"comm=4 .*Mesh\(data=4"),
@@ -148,10 +147,6 @@ def flat(*specs, **options):
         (
             lambda mesh: nn.GPT(vocabulary_size=5, context_length=4, width=4, layers=1, heads=1, recompute="no"),
             "recompute='no'",
-        ),
-        (
-            lambda mesh: nn.GPT(vocabulary_size=8, context_length=8, width=8, layers=1, heads=2, mesh="x"),
-            r"GPT\(\): mesh='x'",
         ),
         (lambda mesh: Int8Compressor(True), "block=True"),
         (lambda mesh: TopKCompressor("1"), "fraction='1'"),
@@ -187,6 +182,36 @@ def flat(*specs, **options):
 def test_public_calls_refuse(mesh, call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call(mesh)
+
+
+ONES = np.ones(3)
+WITH_A_MESH = {
+    "minimize": lambda mesh: mpishard.minimize(pair, ONES, mesh=mesh),
+    "elastic": lambda mesh: mpishard.minimize(pair, ONES, mesh=mesh, elastic=True, samples=4),
+    "least_squares": lambda mesh: mpishard.least_squares(lambda x: x, ONES, np.diag, mesh=mesh),
+    "covariance": lambda mesh: mpishard.covariance({}, mesh=mesh),
+    "augmented_lagrangian": lambda mesh: mpishard.augmented_lagrangian(pair, ONES, abs, max, mesh=mesh),
+    "ReverseCommunication": lambda mesh: mpishard.ReverseCommunication("L-BFGS-B", ONES, mesh=mesh),
+    "check_gradient": lambda mesh: check_gradient(pair, ONES, mesh=mesh),
+    "check_adjoint": lambda mesh: mpishard.check_adjoint(abs, abs, ONES, ONES, mesh=mesh),
+    "map_runs": lambda mesh: mpishard.map_runs(max, [1], mesh),
+    "regularized": lambda mesh: mpishard.regularized(pair, mpishard.Tikhonov(), mesh=mesh),
+    "Partition": lambda mesh: mpishard.Partition(ONES, mesh),
+    "Partition.of": lambda mesh: mpishard.Partition.of(ONES, mesh),
+    "ShardingConfiguration": ShardingConfiguration,
+    "Checkpoints": lambda mesh: Checkpoints("nowhere", mesh),
+    "RunRecord": lambda mesh: RunRecord("nowhere", mesh),
+    "GPT": lambda mesh: nn.GPT(vocabulary_size=8, context_length=8, width=8, layers=1, heads=2, mesh=mesh),
+    "import_pretrained": lambda mesh: nn.import_pretrained("nowhere", mesh),
+    "measure": mpishard.estimate.measure,
+}
+
+
+@pytest.mark.parametrize("call", WITH_A_MESH.values(), ids=WITH_A_MESH)
+def test_what_is_no_mesh_is_refused(call):
+    for given, made in ((4, r"Mesh\(\)"), (MPI.COMM_WORLD, r"Mesh\(comm\)")):
+        with pytest.raises(TypeError, match=f"^mesh=.* must be a Mesh; .*{made}$"):
+            call(given)
 
 
 def test_options_of_checkpoints_that_ranks_have_agreed_on_stay(mesh, tmp_path):

@@ -32,16 +32,17 @@ code = main(["compile", *sys.argv[1:]])
 assert "mpi4py.MPI" not in sys.modules, "it loads an MPI library, which a container may not have"
 sys.exit(code)
 """
+# Before a script: for root every folder can be written.
+READ_ONLY = """
+import tempfile
+from numba.core import caching
+def refuse(self):
+    raise OSError(30, "Read-only file system", self.get_cache_path())
+caching._CacheLocator.ensure_cache_path = refuse
+tempfile._candidate_tempdir_list = lambda: []
+"""
 # A step of that formula: its result, and how often Numba has loaded it and compiled it.
 STEP = """
-import sys
-if "read-only" in sys.argv:  # for root every folder can be written
-    import tempfile
-    from numba.core import caching
-    def refuse(self):
-        raise OSError(30, "Read-only file system", self.get_cache_path())
-    caching._CacheLocator.ensure_cache_path = refuse
-    tempfile._candidate_tempdir_list = lambda: []
 import numpy as np
 from mpishard.backend import jit
 from mpishard.backend.array import accumulate
@@ -92,6 +93,17 @@ def test_what_was_compiled_is_loaded_where_the_variable_names_it(kernels: Path, 
     assert {file: file.read_bytes() for file in files(kernels)} == before
 
 
+KEPT = "from mpishard.backend import jit; print(*jit.kept_in(), sep='\\n')"
+
+
+def test_where_kernels_are_is_known(kernels: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    before, kept = run(KEPT, own=own, MPISHARD_KERNELS=str(kernels)).splitlines()
+    assert [before] == [str(each) for each in kernels.iterdir()] and Path(kept).is_relative_to(own)
+    assert run(KEPT, own=own, MPISHARD_KERNELS=str(kernels), **OTHER_PROCESSOR).splitlines() == ["None", kept]
+    assert run(READ_ONLY + KEPT, own=own, MPISHARD_KERNELS=str(kernels)).splitlines() == [before, "None"]
+
+
 def test_compiling_again_compiles_what_is_missing(kernels: Path, tmp_path: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in files(kernels)}
     said = run(COMPILE, own=tmp_path / "own", MPISHARD_KERNELS=str(kernels))
@@ -122,14 +134,21 @@ def test_kernels_of_a_processor_are_not_those_of_another(kernels: Path, tmp_path
 def test_a_step_needs_no_place_that_can_be_written(kernels: Path, tmp_path: Path, compiled: bool) -> None:
     found = str(kernels if compiled else tmp_path / "missing")
     expected = f"6.0 {int(compiled)} {int(not compiled)} False"
-    assert run(STEP, "read-only", own=tmp_path / "own", MPISHARD_KERNELS=found, HOME="/") == expected
+    assert run(READ_ONLY + STEP, own=tmp_path / "own", MPISHARD_KERNELS=found, HOME="/") == expected
     assert not files(tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
-    assert main(["compile", "--into", str(tmp_path / "file" / "kernels")]) == 2
-    assert str(tmp_path / "file") in capsys.readouterr().err
+    into = tmp_path / "file" / "kernels"
+    assert main(["compile", "--into", str(into)]) == 2
+    said = f"mpishard: error: no kernels can be written to {into} (Not a directory); name another\n"
+    assert capsys.readouterr().err == said
+    monkeypatch.setenv("MPISHARD_KERNELS", str(into))
+    assert main(["compile"]) == 2
+    assert "--into FOLDER" in capsys.readouterr().err
 
 
 # All kernels are compiled, of both dtypes.

@@ -342,6 +342,13 @@ class TestTop:
         text = shown("top", "--once", write(tmp_path / "run", metrics, [[self.line(0, 1, 100), late]]))
         assert "1 worker\n" in text and "80%      21%       10 B" in text
 
+    def test_a_minimisation_has_a_value(self, tmp_path, shown):
+        lines = [{"step": step, "start": 1, "loss": 1 / step, "workers": 2, "iteration": step - 1} for step in (1, 2)]
+        run = write(tmp_path / "run", lines, starts=[{"time": 0}])
+        assert "step 2, iteration 1, value 0.5, 2 ranks\n" in shown("top", "--once", run)
+        write_lines(run / "ends.jsonl", {"step": 2, "start": 1, "reason": "decrease"})
+        assert "ended: the value decreased by less than ftol after step 2\n" in shown("top", "--once", run)
+
     def test_nothing_known_yet(self, tmp_path, shown):
         run = write(tmp_path / "run", processes=[[self.line(0, 0, 0, time=time.time(), axes={})]])
         assert "nan" not in shown("top", "--once", run)

@@ -138,14 +138,14 @@ os._exit(0)
 class TwoRanks:
     """The axis of rank 0 of two, of which the other has called ``sys.exit(3)``."""
 
-    rank, size, name = 0, 2, "world"
+    rank, size, members = 0, 2, (0, 1)
     raise_together = Axis.raise_together
 
     def all_reduce(self, buffer, op, label):
         return np.maximum(buffer, 1)
 
     def allgather_object(self, value):
-        return [value, ErrorForOthers("SystemExit", "SystemExit: 3", 3, "")]
+        return [value, ErrorForOthers("SystemExit", "SystemExit: 3", 3, "", 1)]
 
 
 def test_an_error_waits_for_the_others_and_all_end_with_the_code_of_one(capfd):
@@ -172,13 +172,13 @@ def test_other_ranks_say_where_one_has_failed():
 
     other = TwoRanks()
     other.allgather_object = gathered
-    with pytest.raises(RuntimeError, match="^rank 1 .*KeyError: 'no data'") as raised:
+    with pytest.raises(RuntimeError, match="^rank 1: KeyError: 'no data'") as raised:
         DeferredError(other, transactional=False).raise_on_all()
     (note,) = raised.value.__notes__
     assert note.startswith("On rank 1:\n") and note.endswith('raise KeyError("no data")')
     assert f'File "{__file__}"' in note
-    # Over a second axis the same place.
-    assert ErrorForOthers.of(raised.value, 0).place == note
+    again = ErrorForOthers.of(raised.value, 0).made()  # over a second axis
+    assert again.args == raised.value.args and again.__notes__ == [note]
 
 
 def test_without_an_error_nobody_meets():

@@ -193,6 +193,40 @@ def test_what_is_expected_is_compiled_together_for_the_types_that_it_is_called_w
     assert run(["-c", MODEL], tmp_path) == ["True"] * 12 + ["True [1, 1, 1]"]
 
 
+# In a process whose cache is empty: what it logs while it compiles for longer than it is patient.
+SLOW = """
+import logging, sys, threading
+import numpy as np
+from mpishard.backend import compiled, jit
+from mpishard.backend.array import accumulate
+from mpishard.io import log
+
+said, lines = threading.Event(), []
+
+class Handler(logging.Handler):
+    def emit(self, record):
+        lines.append(record.getMessage())
+        said.set()
+
+log.LOGGER.addHandler(Handler())
+compiled.PATIENCE_S, in_turn = 0.01, jit.in_turn
+
+def slow(*arguments):
+    assert said.wait(60)
+    in_turn(*arguments)
+
+jit.in_turn = slow
+for dtype in ("float32", "float64"):
+    accumulate(np.ones(3, dtype), np.ones(3, dtype))
+print(*lines, sep="\\n")
+"""
+
+
+def test_a_compilation_that_takes_long_is_said_once(tmp_path):
+    assert run(["-c", SLOW], tmp_path) == ["compiling kernels for this processor, once; later runs load them"]
+    assert run(["-c", SLOW], tmp_path) == [""]  # they are loaded
+
+
 # Compilation in turns: files in place of the lock file, and processes that hold a lock for long or die.
 
 HOLD = """

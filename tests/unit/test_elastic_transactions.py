@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import sys
 from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from mpishard.comm.mesh import CELL_OPTION
 from mpishard.elastic import transactions as agreements
 from mpishard.elastic.membership import Member, Membership, Peer, Roles
 from mpishard.elastic.phases import TRANSITIONS, Phase, PhaseEvent, next_phase
-from mpishard.elastic.spawning import BOOT, command
+from mpishard.elastic.spawning import BOOT, command, flush_output
 from mpishard.elastic.transactions import ResizeMetadata, RunStatus, Transactions, buddies, needs_copy
 from mpishard.launch.script import RUNNER
 from mpishard.training.checkpoints import RunProgress
@@ -420,6 +422,34 @@ def test_workers_that_are_about_to_leave():
     assert (leaving.left, leaving.able, leaving.is_settled) == ((False, True, False, False), 3, False)
     assert leaving.with_leaving([True, False, False]).left == (True, True, False, False)
     assert (roles.able, roles.is_settled) == (4, True)
+
+
+# A spawned process that is sent away by a signal, at any moment.
+
+
+class SentAwayInAWrite(io.RawIOBase):
+    """A file whose writes are interrupted by the handler of a signal, which flushes all output."""
+
+    def __init__(self):
+        self.written = b""
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        flush_output()
+        self.written += bytes(data)
+        return len(data)
+
+
+def test_output_is_flushed_also_in_the_midst_of_a_write(monkeypatch):
+    file = SentAwayInAWrite()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BufferedWriter(file)))
+    print("Traceback", file=sys.stderr)
+    flush_output()
+    assert file.written == b"Traceback\n"
+    sys.stderr.close()
+    flush_output()
 
 
 # The command line with which a joining process runs the script of the run.

@@ -31,7 +31,8 @@ PRINTED = (
     '"mpi_path": "/opt/lib/libmpi.so.40", "h5py_mpi": false, "h5py_lacks": [], '
     '"blas": [{"library": "openblas", "version": "0.3.31", "kernels": "Haswell", "threads": 4}], '
     '"blas_chosen": "", "cores": [0, 1, 2, 3], "cpu_quota": null, "products": "", "products_chosen": "", '
-    '"products_fast": "", "gpus": 0, "pins_memory": false, "locked_memory": 8388608, '
+    '"products_fast": "", "kernels": "/opt/kernels/znver3", "kernels_own": "", '
+    '"gpus": 0, "pins_memory": false, "locked_memory": 8388608, '
     '"shared_memory": 68719476736, "shared_memory_free": 34359738368, "gpu_list": [], "gpu_of_rank": null, '
     '"driver_cuda": "", "cupy_cuda": "", "device_libraries": {}, "claims_device_buffers": false, '
     '"cupy_packages": []}'
@@ -410,6 +411,18 @@ def test_what_the_extra_fast_would_do(
     monkeypatch.setattr(facts_of_process, "is_intel", lambda: intel)
     monkeypatch.setattr(facts_of_process, "multiplies_bfloat16", lambda: bfloat16)
     assert facts_of_process._products_fast() == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({"kernels_own": "/home/a"}, "for this processor, in /opt/kernels/znver3"),
+        ({"kernels": "", "kernels_own": "/home/a"}, "at their first call, and kept in folders such as /home/a"),
+        ({"kernels": ""}, "by each process, as no folder can be written: mpishard compile --into FOLDER"),
+    ],
+)
+def test_where_kernels_are(given: dict[str, str], shown: str) -> None:
+    assert dict(rows([changed(GOOD, **given)]))["kernels"] == f"compiled {shown}"
 
 
 @pytest.mark.parametrize("columns", [60, 80])

@@ -578,7 +578,10 @@ def test_a_job_is_queued_again_once_however_late_slurm_answers(leave, deaf, answ
 def test_a_printed_script_needs_no_other_file(kind, arguments, elastic, options, leave, tmp_path, capsys):
     """And gives the training script the words that it was printed with, or those of sbatch."""
     assert main(["script", kind, "--", "python", "train.py", "--text", "a b"]) == 0
-    (tmp_path / "printed").write_text(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    (needs,) = (line for line in printed.splitlines() if line.startswith("PYTHON=${"))
+    assert needs.endswith("pip install 'mpishard[cli]'")
+    (tmp_path / "printed").write_text(printed)
     log, code, _ = leave(code=0, words=("printed", *arguments), SPARES="1", NOTES=str(tmp_path))
     started = f"-m mpishard run {elastic}--folder {tmp_path}/.mpishard-job-cluster-1 -n 2 -- {tmp_path}/python train.py"
     assert code == 0 and f"{started} {options} \n" in log, log
