@@ -18,7 +18,6 @@ import numpy as np
 
 from mpishard.arguments import integer, number, shown
 from mpishard.backend import array as arrays
-from mpishard.backend import exact
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.comm.mesh import Mesh
@@ -31,6 +30,7 @@ from mpishard.inverse.stencils import (
     forward_adjoint,
     second,
     second_adjoint,
+    sum_of_cells,
 )
 from mpishard.inverse.unknowns import Unknowns, has_names
 from mpishard.layout.tensors import ParameterSpec
@@ -161,7 +161,8 @@ class RegularizationTerm(ABC):
         cells = _Cells(self, x, self._field(x))
         differences = cells.differences(cells.field)
         gradient = cells.gradient(self._slopes(differences))
-        return self._sum(cells.own(cells.weight * self._density(differences)), cells), gradient
+        densities = cells.own(cells.weight * self._density(differences))
+        return sum_of_cells(self._axis, densities) * cells.volume, gradient
 
     def product(self, x: Array, direction: Array) -> Array:
         """The Hessian at a field, times a direction.
@@ -193,19 +194,6 @@ class RegularizationTerm(ABC):
         if self.reference is not None:
             field -= self.reference.reshape(field.shape)
         return field
-
-    def _sum(self, densities: Array, cells: _Cells) -> float:
-        """The integral over the cells, the same bits on any distribution of the cells."""
-        axis = self._axis
-        flat = densities.reshape(-1)
-        largest = _range(flat)[1]
-        # A maximum over ranks may lose a NaN, but not infinity; the sum is NaN for both.
-        largest = largest if np.isfinite(largest) else np.inf
-        (top,) = axis.all_reduce(np.array([largest]), op="max", label="control").tolist()
-        ones = arrays.module_of(flat).ones_like(flat)
-        words = exact.dot_words(flat, ones, top, [(0, flat.size)])
-        axis.all_reduce(words, label="control")
-        return exact.values(words.reshape(1, 2), [top])[0] * cells.volume
 
 
 class _Cells:

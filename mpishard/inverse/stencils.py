@@ -7,9 +7,12 @@ from math import prod
 from types import EllipsisType
 from typing import Any
 
+import numpy as np
+
 from mpishard.backend import array as arrays
+from mpishard.backend import exact
 from mpishard.comm.axis import Axis
-from mpishard.comm.errors import raised_on_all
+from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.layout.boxes import Box, box_shape, box_size, inside, intersect
 from mpishard.parameters.partition import Partition
 
@@ -120,26 +123,64 @@ def grown(box: Box, cells: int, shape: Sequence[int]) -> Box:
     )
 
 
+class Halo:
+    """This rank's box with so many cells of its neighbours on each side: where they come from, for many exchanges.
+
+    Neighbours may be cut in any way, and have fewer cells than that.
+    """
+
+    def __init__(self, partition: Partition, cells: int) -> None:
+        self._axis, parts = partition.ranks, partition.parts
+        rank = self._axis.rank
+        own, wide = parts[rank], [grown(part, cells, partition.shape) for part in parts]
+        self.shape = box_shape(wide[rank])
+        self.place = inside(own, wide[rank])  # of the box in the wide one
+        there = [None if other == rank else intersect(own, each) for other, each in enumerate(wide)]
+        here = [None if other == rank else intersect(wide[rank], each) for other, each in enumerate(parts)]
+        self._sent = [inside(each, own) for each in there if each is not None]
+        self._received = [inside(each, wide[rank]) for each in here if each is not None]
+        self._counts, self._arriving = (
+            [0 if each is None else box_size(each) for each in boxes] for boxes in (there, here)
+        )
+
+    def exchange(self, *boxes: Array) -> list[Array]:
+        """New arrays of boxes of one dtype with their neighbours' cells.  Collective over the ranks of the field."""
+        packed = [boxes[0][:0].reshape(-1), *(box[index].reshape(-1) for index in self._sent for box in boxes)]
+        counts, arriving = ([len(boxes) * count for count in each] for each in (self._counts, self._arriving))
+        arrived = arrays.empty(sum(arriving), boxes[0].dtype, like=boxes[0])
+        self._axis.all_to_all(arrays.joined(packed), arrived, counts, arriving, label="halo")
+        found = [arrays.empty(prod(self.shape), box.dtype, like=box).reshape(self.shape) for box in boxes]
+        for each, box in zip(found, boxes, strict=True):
+            each[self.place] = box
+        first = 0
+        for index in self._received:
+            for each in found:
+                target = each[index]
+                target[...] = arrived[first : first + target.size].reshape(target.shape)
+                first += target.size
+        return found
+
+
 def exchange_halo(partition: Partition, box: Array, cells: int) -> tuple[Array, tuple[slice | EllipsisType, ...]]:
     """This rank's box with so many cells of its neighbours on each side, and where the box lies in it.
 
-    Collective over the ranks that share the field. Neighbours may be cut in any way, and have fewer cells than that.
+    Collective over the ranks that share the field.
     """
-    axis, parts = partition.ranks, partition.parts
-    own, wide = parts[axis.rank], [grown(part, cells, partition.shape) for part in parts]
-    there = [None if rank == axis.rank else intersect(own, each) for rank, each in enumerate(wide)]
-    here = [None if rank == axis.rank else intersect(wide[axis.rank], each) for rank, each in enumerate(parts)]
-    packed = [box[:0].reshape(-1), *(box[inside(each, own)].reshape(-1) for each in there if each is not None)]
-    counts, arriving = ([0 if each is None else box_size(each) for each in boxes] for boxes in (there, here))
-    arrived = arrays.empty(sum(arriving), box.dtype, like=box)
-    axis.all_to_all(arrays.joined(packed), arrived, counts, arriving, label="halo")
-    found = arrays.empty(box_size(wide[axis.rank]), box.dtype, like=box).reshape(box_shape(wide[axis.rank]))
-    place = inside(own, wide[axis.rank])
-    found[place] = box
-    first = 0
-    for each, count in zip(here, arriving, strict=True):
-        if each is not None:
-            target = found[inside(each, wide[axis.rank])]
-            target[...] = arrived[first : first + count].reshape(target.shape)
-            first += count
-    return found, place
+    halo = Halo(partition, cells)
+    (found,) = halo.exchange(box)
+    return found, halo.place
+
+
+# What all ranks know of a field.
+
+
+def sum_of_cells(axis: Axis | OneRank, values: Array) -> float:
+    """The sum of the cells of all ranks, the same bits on any distribution of them.  Collective over the axis."""
+    flat = values.reshape(-1)
+    largest = exact.largest(flat)
+    # A maximum over ranks may lose a NaN, but not infinity; the sum is NaN for both.
+    largest = largest if np.isfinite(largest) else np.inf
+    (top,) = axis.all_reduce(np.array([largest]), op="max", label="control").tolist()
+    words = exact.dot_words(flat, arrays.module_of(flat).ones_like(flat), top, [(0, flat.size)])
+    axis.all_reduce(words, label="control")
+    return exact.values(words.reshape(1, 2), [top])[0]
