@@ -127,6 +127,10 @@ def least_squares(at, **other):
     return mpishard.least_squares(residuals, np.zeros(3), mesh=at.mesh, **other)
 
 
+def grid_prior_on(at, x=np.zeros(12), **other):  # noqa: B008
+    mpishard.BiLaplacianPrior((3, 4), **({"correlation_length": 2.0} | other)).on(x, at.mesh)
+
+
 def augmented(at, **other):
     def along_x(x, y):
         return np.full(4, y[0])
@@ -256,6 +260,14 @@ TABLE = [
         {"ids": np.arange(4)},
         {"shape": (3,), "box": ((0, 3),)},
         {"shape": (3,), "box": ((0, 4),)},
+    ),
+    *odd(
+        "mpishard.BiLaplacianPrior.on",
+        grid_prior_on,
+        {"correlation_length": 3.0},
+        ({"x": np.zeros(11)}, "11.*3, 4"),
+        ({"x": {"a": np.zeros(12)}}, "one field"),
+        {"mean": np.zeros(3)},
     ),
     *odd(
         "mpishard.least_squares",
@@ -626,8 +638,8 @@ LEFT_OUT = {
         mpishard.environment.collect mpishard.estimate.measure {OPTIMIZER}.averaged_parameters
         """,
     "it is no call, or its own creation is not collective": """
-        mpishard.CollectiveMismatchError mpishard.FlatParameters mpishard.Request mpishard.RieszMap mpishard.RunRecord
-        mpishard.Signals
+        mpishard.BiLaplacianPrior mpishard.CollectiveMismatchError mpishard.FlatParameters mpishard.Request
+        mpishard.RieszMap mpishard.RunRecord mpishard.Signals
         mpishard.comm.communicator.Communicator
         mpishard.inverse.regularization.RegularizationTerm mpishard.regularized mpishard.backward_in_time
         mpishard.ReverseCommunication.serialize mpishard.ReverseCommunication.deserialize
