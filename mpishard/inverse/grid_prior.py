@@ -296,8 +296,8 @@ class _Elliptic:
         self._shape, self._steps = shape, steps
         # Of the second differences; where there is one cell there are none.
         self._weights = [(extent > 1) / step**2 for step, extent in zip(steps, shape, strict=True)]
-        # The spectrum of A is from 1 to 1 + 2 * width: its middle, more or less `radius` times that.  A sweep multiplies
-        # the error by `rate`.
+        # The spectrum of A is from 1 to 1 + 2 * width: its middle, more or less `radius` times that.
+        # A sweep multiplies the error by `rate`.
         width = 2 * sum(self._weights)
         radius, rate = width / (1 + width), width / (1 + width + math.sqrt(1 + 2 * width))
         sweeps = math.ceil(_ERROR * math.log(2) / math.log(rate)) if rate else 1
