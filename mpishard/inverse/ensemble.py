@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from mpishard.arguments import flag, integer, shown
+from mpishard.arguments import entries, flag, integer, shown
 from mpishard.comm.agreement import opening, text_of
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
@@ -101,9 +101,9 @@ def map_runs(
     [1.0, 0.5, 0.25]
     """
     with opening(checked_mesh(mesh).world, "map_runs") as same:
-        cases = list(cases)
         if not callable(function):
             raise TypeError(f"function={shown(function)} must be callable, as function(case, mesh)")
+        cases = list(entries("cases", cases, "cases"))
         ranks_each = integer("ranks_each", ranks_each, least=1)
         if mesh.size % ranks_each:
             fitting = ", ".join(str(size) for size in range(1, mesh.size + 1) if mesh.size % size == 0)
@@ -209,7 +209,7 @@ class _Runs:
             own.ledger.absent = f"has raised {type(error).__name__}: {error}".partition("\n")[0]
         try:
             after.raise_if_any(problem)
-            packed = pickle.dumps(value) if own.rank == 0 else b""
+            packed = _packed(value) if own.rank == 0 else b""
         except (Exception, SystemExit) as error:
             if is_of_mpi(error):
                 raise
@@ -226,6 +226,14 @@ class _Runs:
             except (OSError, TypeError, ValueError) as error:
                 log.warn(f"the result of cases[{number}] is not saved, and resume=True will run it again: {error}")
         return packed
+
+
+def _packed(value: Any) -> bytes:
+    """A result for the other ranks.  Raises TypeError if it cannot be sent."""
+    try:
+        return pickle.dumps(value)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise TypeError(f"the result, {shown(value)}, cannot be sent to the other ranks: {error}") from error
 
 
 # -- the folder: one JSON file a case ----------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def covariance(fit: Mapping[str, Any], *, absolute_sigma: bool = False, mesh: Me
     ValueError
         On all ranks: if the residuals do not determine the unknowns, or are too few to estimate their standard
         deviation; if the fit has no Jacobian, as with `samples`, or one whose elements are not known; if its unknowns
-        are a rank's part of a field; or if ranks give different fits.
+        are a rank's part of a field; if `mesh` is not that of the fit; or if ranks give different fits.
     TypeError
         If `fit` is no result of a fit.
 
@@ -134,6 +134,12 @@ def covariance(fit: Mapping[str, Any], *, absolute_sigma: bool = False, mesh: Me
         same |= {"absolute_sigma": absolute_sigma, "the hash of x": x, "loss": fit.get("loss", "linear")}
     world = world_of(mesh)
     number = int(world.all_reduce(np.array([len(rows.f)]), label="control")[0])
+    cost = float(world.all_reduce(np.array([rows.own_cost]), label="control")[0])
+    if not math.isclose(cost, rows.cost, rel_tol=1e-6):  # sums of other ranks, or rounded otherwise
+        raise ValueError(
+            f"the cost of the fit is {rows.cost:.6g}, and that of these {number} residuals {cost:.6g}: give mesh= as "
+            "to least_squares"
+        )
     size = int(np.count_nonzero(rows.is_free))
     freedom = number - size
     if freedom <= 0 and not absolute_sigma:
@@ -183,6 +189,8 @@ class _FittedRows:
         self.f = np.asarray(fit["fun"], np.float64)
         self.cost = float(fit["cost"])
         self.loss = Loss(fit.get("loss", "linear"), float(fit.get("f_scale", 1.0)))
+        values = self.loss.values(self.f)
+        self.own_cost = 0.5 * float(values @ values if self.loss.is_linear else values.sum())
         jacobian = fit["jac"].toarray() if hasattr(fit["jac"], "toarray") else fit["jac"]
         if hasattr(jacobian, "matvec") or np.ndim(jacobian) != 2:
             raise ValueError(

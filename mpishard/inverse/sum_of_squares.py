@@ -420,7 +420,8 @@ def _check_start(start: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> Non
         k = int(equal[0])
         raise ValueError(
             f"the bounds of element {k} are {lower[k]:g} and {upper[k]:g}: each lower bound must be below the upper "
-            "one; leave elements that keep their value out of x0"
+            "one, and bounds are (lower, upper), not a pair for each element; leave elements that keep their value out "
+            "of x0"
         )
     outside = np.flatnonzero((start < lower) | (start > upper))
     if len(outside):

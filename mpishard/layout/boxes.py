@@ -167,6 +167,8 @@ def check_cover(shape: Sequence[int], boxes: Iterable[Box]) -> None:
         for choice in itertools.product((0, 1), repeat=len(cut)):
             corners[tuple(box[dim][end] for dim, end in zip(cut, choice, strict=True))] += sign * (-1) ** sum(choice)
     wrong = [corner for corner, count in corners.items() if count]
+    if wrong and not cut:
+        raise ValueError(f"each of its {len(boxes)} pieces is the whole tensor, of shape {tuple(shape)}")
     if wrong:
         where = ", ".join(str(start) for start in min(wrong))
         raise ValueError(f"its pieces leave elements out or have some twice, near [{where}] of dimensions {cut}")

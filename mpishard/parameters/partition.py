@@ -268,6 +268,8 @@ def _checked_box(shape: tuple[int, ...] | None, box: Any, local: Array) -> Box |
         if box is not None:
             raise ValueError(f"box={shown(box)} is of a grid: give its shape, too")
         return None
+    if box is None:
+        raise ValueError(f"shape={shape} is of a grid: give the box of this rank, too")
     pairs = [entries("box", pair, "(start, stop)") for pair in entries("box", box, "pairs (start, stop)")]
     if len(pairs) != len(shape) or any(len(pair) != 2 for pair in pairs):
         raise ValueError(f"box={shown(box)} must have a pair (start, stop) for each dimension of the shape {shape}")

@@ -77,6 +77,12 @@ def test_the_covariance_has_the_bits_of_one_process(mesh, same_on_all, case):
     assert np.array_equal(found, expected) and same_on_all(found.matrix)
     assert (found.sigma, found.degrees_of_freedom) == (expected.sigma, expected.degrees_of_freedom)
     assert 0 < found.standard_errors.max() < np.inf
+    if mesh.size > 1:
+        with pytest.raises(ValueError, match="cost of the fit .*give mesh="):
+            covariance(alone, mesh=mesh)
+        if own.stop - own.start < len(alone.fun):
+            with pytest.raises(ValueError, match="cost of the fit .*give mesh="):
+                covariance(fit)
 
 
 def test_differences_of_own_rows(mesh, same_on_all):

@@ -895,7 +895,7 @@ WRONG = {
     "a box that overlaps": (lambda n: {"shape": (4 * n,), "box": ((0, 4),)}, "twice"),
     "another shape": (lambda n: {"shape": (5 * n,), "box": ((0, 4),)}, "shape"),
     "a box of another size": (lambda n: {"shape": (4 * n,), "box": ((0, 5),)}, "box.*4"),
-    "no box": (lambda n: {"shape": (4 * n,), "box": None}, "box=None"),
+    "no box": (lambda n: {"shape": (4 * n,), "box": None}, "shape=.* give the box"),
     "no numbers": (lambda n: {"local": ["a", "b"]}, "real numbers"),
     "another precision": (lambda n: {"local": np.zeros(4, np.float32)}, "float32"),
 }

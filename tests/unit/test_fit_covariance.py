@@ -136,7 +136,8 @@ NO_FITS = {
     "no fit": ({"x": 3}, {}, TypeError, "result of least_squares"),
     "dependent": ({"jac": np.ones((4, 2))}, {}, ValueError, "sum of unknowns"),
     "unseen": ({"jac": np.eye(4, 2) * [1, 0]}, {}, ValueError, "unknown 1"),
-    "few": ({"fun": np.ones(2), "jac": np.eye(2)}, {}, ValueError, "2 residuals for 2 unknowns.*absolute_sigma"),
+    "other rows": ({"cost": 9.0}, {}, ValueError, "cost of the fit is 9, .* 4 residuals 2: give mesh="),
+    "few": ({"fun": np.ones(2), "cost": 1.0, "jac": np.eye(2)}, {}, ValueError, "2 residuals for 2 .*absolute_sigma"),
     "operator": ({"jac": fit_of_lines}, {}, ValueError, "array or sparse"),
     "another shape": ({"jac": np.ones((4, 3))}, {}, ValueError, r"\(4, 3\).*4 residuals and 2 unknowns"),
     "robust": ({"loss": "huber"}, {"absolute_sigma": True}, ValueError, "linear.*'huber'"),
@@ -147,7 +148,7 @@ NO_FITS = {
 @pytest.mark.parametrize("wrong", NO_FITS)
 def test_what_is_no_fit(wrong):
     change, more, error, message = NO_FITS[wrong]
-    fit = {"x": np.ones(2), "cost": 1.0, "fun": np.ones(4), "jac": np.eye(4, 2) + 1, **change}
+    fit = {"x": np.ones(2), "cost": 2.0, "fun": np.ones(4), "jac": np.eye(4, 2) + 1, **change}
     with pytest.raises(error, match=message):
         covariance({"x": 3} if wrong == "no fit" else fit, **more)
 

@@ -268,6 +268,7 @@ def tied(*other, **options):
         (lambda: tied((4, 2), 1, tensor_dim=0), "split along None, .*split along 0"),
         (lambda: tied((4, 2), 1, slices=2), "`partial` and `slices`"),
         (lambda: tied((4, 2)), "stage 0 .*'table'"),
+        (lambda: ParameterSpec("w", (4,), parts=(((0, 4),), ((0, 4),))), r"'w': each of its 2 pieces .*\(4,\)"),
         (lambda: ParameterSpec("", (3,)), "name"),
         (lambda: ParameterSpec("w", (3, -1)), "negative"),
         (lambda: ParameterSpec("w", (3, 2), tensor_dim=2), "has no dimension 2 to split"),

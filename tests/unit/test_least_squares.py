@@ -292,7 +292,7 @@ WRONG = [
     ({"f_scale": 0}, ValueError, "f_scale"),
     ({"bounds": ([0, 0, 0], 1)}, ValueError, "shape"),
     ({"bounds": (2, 1)}, ValueError, "cross"),
-    ({"bounds": ([1, 0], [1, 2])}, ValueError, "below the upper one"),
+    ({"bounds": ([1, 0], [1, 2])}, ValueError, "below the upper one, and bounds are .lower, upper"),
     ({"bounds": 3}, ValueError, "must be"),
     ({"bounds": (2, 3)}, ValueError, "x0 is outside"),
     ({"x_scale": -1}, ValueError, "positive"),
