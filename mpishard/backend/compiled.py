@@ -78,9 +78,9 @@ def _load_or_compile(dispatcher: Any, types: tuple[Any, ...], expected: Iterable
 def _said_where_long(is_kept: bool) -> Iterator[None]:
     """Say once that kernels are compiled, on the first rank, when that has taken PATIENCE_S; `is_kept`: on disk."""
     global _compiled_s
-    mpi = sys.modules.get("mpi4py.MPI")
-    has_mpi = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
-    if _compiled_s >= PATIENCE_S or (has_mpi and mpi.COMM_WORLD.rank > 0):
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    is_other = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.rank > 0
+    if is_other or _compiled_s >= PATIENCE_S:
         yield
         return
     later = "once; later runs load them" if is_kept else "as every run does where no folder can keep them"
