@@ -97,6 +97,7 @@ class ElasticMinimization:
         self._failure = 0, ""  # the last evaluation that has failed on this rank, and what the result says of it
         self._elastic = ElasticOptimizer(method, mesh, **options)
         self._maxtime = loop.maxtime
+        self._has_inverse = loop.hess_inv
         self._together = mesh.world if samples is None else mesh.tensor  # they call the function for the same samples
         self._attempts = Attempts(self._together, loop.retries)
 
@@ -138,6 +139,12 @@ class ElasticMinimization:
         hint = failure or unknowns.gradient_hint(reason)
         result = result_of(unknowns.shown_to_user(), gradient, reason, method, progress, hint)
         result["jac"] = unknowns.like_x0(gradient)
+        if self._has_inverse:
+            from mpishard.inverse.inverse_hessian import InverseHessian
+            from mpishard.minimizers.inverses import inverse_at_end
+
+            inverse = inverse_at_end(minimizer)
+            result["hess_inv"] = InverseHessian(inverse, unknowns, self._own, self._gather, self._mesh)
         if self._mesh.rank == 0:
             self._table.end(result.message)
         return MinimizationOutcome(result, progress, reason)
@@ -228,11 +235,19 @@ class ElasticMinimization:
         assert minimizer is not None
         return minimizer
 
-    def _gather(self, vector: Array) -> Array:
-        """A vector of the minimisation as a new flat array, in the order that the user sees.  Collective."""
+    @property
+    def _state(self) -> MinimizationState:
         state = self._elastic.optimizer.state
         assert isinstance(state, MinimizationState)
-        return self._unknowns.as_given(state.whole(vector))
+        return state
+
+    def _gather(self, vector: Array) -> Array:
+        """A vector of the minimisation as a new flat array, in the order that the user sees.  Collective."""
+        return self._unknowns.as_given(self._state.whole(vector))
+
+    def _own(self, flat: Array) -> Array:
+        """The reverse of `_gather`, also collective; valid until the next call."""
+        return self._state.own_part(self._unknowns.arranged(flat))
 
     def _after_evaluation(self, state: TrainingState[Any]) -> bool:
         """The callback of the run: returns True to stop. Collective over the workers."""

@@ -486,7 +486,7 @@ REFUSED = [
     (answers(1.0), TypeError, r"\(value, gradient\), .*returned a float"),
     (answers(1.0, np.zeros(3), 2), TypeError, "it returned a tuple"),
     (answers("a", np.zeros(3)), TypeError, "one real number, got 'a'"),
-    (answers(np.ones(2), np.zeros(3)), TypeError, "value as one real number"),
+    (answers(np.ones(2), np.zeros(3)), ValueError, r"one number, got an array .*\(2,\)"),
     (answers(1j, np.zeros(3)), TypeError, "value as one real number"),
     (answers(1.0, np.zeros(2)), ValueError, "gradient has 2 elements .*x0 has 3"),
     (answers(1.0, None), TypeError, "gradient .*got None"),
