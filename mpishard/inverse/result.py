@@ -309,19 +309,18 @@ def make_method(
     return _with_wolfe(made, options), loop
 
 
-def _with_wolfe(method: Any, options: Mapping[str, Any]) -> Method:
+def _with_wolfe(method: Any, options: Mapping[str, Any]) -> Any:
     """The method, whose line search has SciPy's `c1` and `c2` if these are among the options."""
     given = {name: number(name, options[name]) for name in _WOLFE if name in options}
     if not given:
-        return method  # type: ignore[no-any-return]
+        return method
     search = method.search
     ours = {field.name for field in fields(search)}
     names = {name: next(each for each in own if each in ours) for name, own in _WOLFE.items()}
     c1, c2 = (given.get(name, getattr(search, own)) for name, own in names.items())
     if not 0 < c1 < c2 < 1:
         raise ValueError(f"c1={c1:g} and c2={c2:g} must have 0 < c1 < c2 < 1")
-    changed: Method = replace(method, line_search=replace(search, **{names["c1"]: c1, names["c2"]: c2}))
-    return changed
+    return replace(method, line_search=replace(search, **{names["c1"]: c1, names["c2"]: c2}))
 
 
 def _unknown_option(label: str, name: Any, known: Sequence[str]) -> ValueError:
