@@ -9,7 +9,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from mpishard.backend import array as arrays
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
+from mpishard.data.sampling import micro_batches
 from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.results import TrainingState
 from mpishard.elastic.optimizer import ElasticOptimizer
@@ -23,7 +26,7 @@ from mpishard.inverse.functions import (
 )
 from mpishard.inverse.mesh_run import check_identical, digest, exchange, parameters_of
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, result_of
-from mpishard.inverse.unknowns import Unknowns
+from mpishard.inverse.unknowns import Unknowns, copy_of_point
 from mpishard.io import log
 from mpishard.minimizers.method import Method, Minimizer, Wanted
 from mpishard.parameters.flat import FlatParameters
@@ -143,7 +146,8 @@ class ElasticMinimization:
             from mpishard.inverse.inverse_hessian import InverseHessian
             from mpishard.minimizers.inverses import inverse_at_end
 
-            inverse = inverse_at_end(minimizer)
+            x = unknowns.copy_of(unknowns.shown) if minimizer.method.needs_products else None
+            inverse = inverse_at_end(minimizer, lambda direction: self._product_after_end(x, direction))
             result["hess_inv"] = InverseHessian(inverse, unknowns, self._own, self._gather, self._mesh)
         if self._mesh.rank == 0:
             self._table.end(result.message)
@@ -226,6 +230,34 @@ class ElasticMinimization:
             of_groups = [digest(parts) for parts in np.ascontiguousarray(facts[:, 0]).reshape(-1, sharers)]
             check_identical(f"values of {what}", np.repeat(of_groups, sharers), _HOW_TO_SUM)
         return value, False
+
+    def _product_after_end(self, x: Any, direction: Array) -> Array:
+        """The Hessian at x times a direction, of which this rank has its part; collective over the ranks that are left.
+
+        Samples go to the groups in parts that do not depend on the number of groups, and products are added in the
+        order of the parts.
+        """
+        unknowns, data, count = self._unknowns, self._mesh.data, self._samples
+        along = unknowns.like_x0(self._gather(direction).copy())
+        parts: list[tuple[np.ndarray, ...]] = [()]  # as arguments; all ranks compute a whole function
+        if count is not None:
+            parts = [(samples,) for samples in micro_batches(np.arange(count), -(-count // _CALLS))]
+        total = arrays.zeros(unknowns.given_size, unknowns.flat.dtype, like=unknowns.flat)
+        for number, part in enumerate(parts):
+            vector = arrays.zeros(total.size, total.dtype, like=total)
+            with raised_on_all(self._mesh.world):
+                if not part or number % data.size == data.rank:
+
+                    def call(part: tuple[np.ndarray, ...] = part) -> Array:
+                        found = self._functions.product(copy_of_point(x), along, *part)
+                        return unknowns.vector("the Hessian product", found)
+
+                    attempt = self._attempts(call)
+                    if attempt.problem is not None:
+                        raise attempt.problem
+                    vector[...] = attempt.found
+            total += data.broadcast(vector, number % data.size, label="product")
+        return self._own(total)
 
     # -- after an evaluation ------------------------------------------------------------------------------------------
 

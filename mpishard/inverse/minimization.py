@@ -113,7 +113,7 @@ def minimize(
         so on, as far as the method has them; ``c1`` and ``c2`` of the conditions of Wolfe where the method has a line
         search.  ``return_all=True``: the result has ``allvecs``, copies of the start and of each iterate (a resumed run
         those since; not with `elastic`).  ``hess_inv=True``: it has ``hess_inv``, an `InverseHessian` (``"CG"`` has
-        none; of the Newton methods not with `elastic`).  ``disp=True`` shows a table with a line an iteration,
+        none).  ``disp=True`` shows a table with a line an iteration,
         ``maxtime=seconds`` ends the loop after the iteration in which this time is over.  ``retries=n``: where `fun`,
         `jac` or a Hessian product raises `EvaluationFailed`, it is called again for the same point, up to n times, on
         the same ranks: with ``reduction="sum"`` on those that share the field, without `mesh` or with `samples` on this
@@ -245,11 +245,6 @@ def _check_more_results(loop: LoopOptions, method: Method, is_elastic: bool) -> 
         from mpishard.minimizers.inverses import expect_inverse  # with the methods: only for those who ask
 
         expect_inverse(method)
-        if is_elastic and method.needs_products:
-            raise ValueError(
-                f"hess_inv=True of {type(method).__name__} solves with hessp after the end, on ranks that stay: leave "
-                "it out with elastic=, and ask for it in a second call, from result.x with options={'maxiter': 0}"
-            )
 
 
 class ElasticArguments(NamedTuple):

@@ -49,14 +49,12 @@ def expect_inverse(method: Method) -> None:
         )
 
 
-def inverse_at_end(minimizer: Minimizer, product: Callable[[Array], Array] | None = None) -> Inverse:
+def inverse_at_end(minimizer: Minimizer, product: Callable[[Array], Array]) -> Inverse:
     """The inverse of the Hessian at the base of a minimisation that has ended.  Collective.
 
-    It keeps the vectors of the minimisation. `product`, needed of a Newton method, is the Hessian there times a vector,
-    and collective.
+    It keeps the vectors of the minimisation. `product` is the Hessian there times a vector, and collective.
     """
     if isinstance(minimizer, TruncatedNewtonMinimizer):
-        assert product is not None
         return InverseBySolves(minimizer, product)
     assert isinstance(minimizer, QuasiNewton)
     return InverseOfPairs(minimizer) if minimizer.limits.precondition is None else PreconditionedInverse(minimizer)
