@@ -101,7 +101,7 @@ class InverseHessian:
                 same["v"] = flat
         return self._unknowns.like_x0(self._times(flat))
 
-    __matmul__ = matvec
+    __call__ = __matmul__ = matvec
 
     def diagonal(self) -> Any:
         """The diagonal.  Collective.

@@ -319,7 +319,7 @@ def _with_wolfe(method: Any, options: Mapping[str, Any]) -> Any:
     names = {name: next(each for each in own if each in ours) for name, own in _WOLFE.items()}
     c1, c2 = (given.get(name, getattr(search, own)) for name, own in names.items())
     if not 0 < c1 < c2 < 1:
-        raise ValueError(f"c1={c1:g} and c2={c2:g} must have 0 < c1 < c2 < 1")
+        raise ValueError(f"'c1' and 'c2' must have 0 < c1 < c2 < 1, got c1={c1:g} and c2={c2:g}")
     return replace(method, line_search=replace(search, **{names["c1"]: c1, names["c2"]: c2}))
 
 

@@ -377,7 +377,7 @@ def test_a_start_that_is_a_tree():
         least_squares(residuals, start, lambda x: {**blocks(x), "decay": np.ones(50)})
     with pytest.raises(ValueError, match="bounds .*structure of x0"):
         least_squares(residuals, start, bounds=([0, 0, 0], 1))
-    with pytest.raises(TypeError, match="least_squares .*real numbers"):
+    with pytest.raises(ValueError, match="least_squares .*real numbers"):
         least_squares(residuals, {"offset": 1j, "decay": np.ones(2)})
 
 
