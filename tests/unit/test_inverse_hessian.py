@@ -12,7 +12,7 @@ from descent import bowl, curvature, rosenbrock
 import mpishard
 from mpishard import FlatParameters, ReverseCommunication, minimize
 from mpishard.inverse.inverse_hessian import InverseHessian
-from mpishard.minimizers.inverses import inverse_at_end
+from mpishard.minimizers.inverses import InverseOfPairs
 
 SIZE = 7
 START = np.where(np.arange(SIZE) % 2, 1.0, -1.2)
@@ -144,10 +144,10 @@ def test_pairs_without_curvature_are_no_part_of_it():
     history = optimizer.run.minimizer.history
     newest, older = history.opened_rows[0], history.order[0]
     history.rows[history.most + newest] *= -1
-    assert inverse_at_end(optimizer.run.minimizer).origin == "5 pairs"
+    assert InverseOfPairs(optimizer.run.minimizer).origin == "5 pairs"
     history.rows[[older, history.most + older]] = np.nan
     with np.errstate(invalid="ignore"):
-        assert inverse_at_end(optimizer.run.minimizer).origin == "4 pairs"
+        assert InverseOfPairs(optimizer.run.minimizer).origin == "4 pairs"
 
 
 # Of Newton methods.
