@@ -96,7 +96,7 @@ class InverseHessian:
             positive definite.
         """
         with opening(self._mesh, "InverseHessian.matvec") as same:
-            flat = self._unknowns.vector("v", v)
+            flat = self._unknowns.vector("v", v).copy()  # contiguous and writeable, as kernels take it
             if not self._unknowns.is_split:
                 same["v"] = flat
         return self._unknowns.like_x0(self._times(flat))

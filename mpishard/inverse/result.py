@@ -57,6 +57,13 @@ _HELD = (
 )
 
 
+# Attributes that a result has on request, and what is said where one is missing.
+_ASKED_FOR = {
+    "hess_inv": ", which options={'hess_inv': True} asks for",
+    "allvecs": ", which options={'return_all': True} asks for",
+}
+
+
 class OptimizeResult(dict[str, Any]):
     """The result of `minimize`: a dictionary whose items are attributes too.
 
@@ -87,7 +94,8 @@ class OptimizeResult(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"the result has no {name!r}; it has {', '.join(self)}") from None
+            way = _ASKED_FOR.get(name, "")
+            raise AttributeError(f"the result has no {name!r}{way}; it has {', '.join(self)}") from None
 
     __setattr__ = dict.__setitem__
     __delattr__ = dict.__delitem__

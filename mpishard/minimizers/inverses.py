@@ -116,14 +116,8 @@ class InverseOfPairs(Inverse):
         (top,) = self._space.largest(scaled)
         products = self._products(scaled, top)
         out = empty(vector.size, vector.dtype, vector)
-        exact.combine(
-            self._rows,
-            self._indices,
-            [small.dot(row, products) for row in self._coefficients],
-            scaled,
-            self._gamma,
-            out,
-        )
+        factors = [small.dot(row, products) for row in self._coefficients]
+        exact.combine(self._rows, self._indices, factors, scaled, self._gamma, out)
         return self._free.unscaled(out)
 
     def diagonal(self) -> Array:

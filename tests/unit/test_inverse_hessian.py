@@ -219,6 +219,9 @@ def test_it_has_the_structure_of_x():
     parameters.flat[:] = 7  # it is that of the result
     by_name = {"a": vector[:3], "b": vector[3:]}
     assert np.array_equal(named @ vector, newton @ vector) and np.array_equal(named @ by_name, newton @ vector)
+    strided = np.repeat(vector, 2)[::2]
+    strided.flags.writeable = False
+    assert np.array_equal(plain @ strided, plain @ vector) and np.array_equal(plain(vector[:, None]), plain @ vector)
     with pytest.raises(ValueError, match="v has 3 elements"):
         plain @ np.ones(3)
     with pytest.raises(ValueError, match="structure of x0"):
@@ -254,6 +257,9 @@ def test_it_keeps_the_vectors_of_the_method():
 
 
 def test_what_is_refused():
+    for name, option in (("hess_inv", "hess_inv"), ("allvecs", "return_all")):
+        with pytest.raises(AttributeError, match=f"no '{name}', which options=.'{option}': True"):
+            getattr(minimize(bowl, np.zeros(3)), name)
     with pytest.raises(ValueError, match="hess_inv: NonlinearCG"):
         asked("CG")
     with pytest.raises(TypeError, match="hess_inv=3"):
