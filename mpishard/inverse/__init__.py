@@ -5,11 +5,11 @@ Output: a result with the fields of SciPy, the same on any number of ranks.
 
 Read ``minimization`` first, with the loop, then ``reverse_communication``, the minimisation in it, ``mesh_run``, the
 ranks of a mesh, and ``functions``, with ``trees``, what users give; ``result`` is what they get, and the options by
-SciPy's names; ``finite_differences`` are for functions without a gradient.  Beside it: ``sum_of_squares`` and
-``residuals``, least squares, and ``fit_covariance``, the errors of a fit; ``elastic_minimization``; ``multipliers``,
-constraints; ``ensemble`` and ``parameter_choice``, many runs; ``grid_prior``, a prior of fields; ``regularization`` and
-``time_steps``, parts of users' functions, ``gradient_check``, with ``taylor``, and ``adjoint_check``, which test these,
-and ``pictures``.
+SciPy's names; ``inverse_hessian`` is a part of the result; ``finite_differences`` are for functions without a gradient.
+Beside it: ``sum_of_squares`` and ``residuals``, least squares, and ``fit_covariance``, the errors of a fit;
+``elastic_minimization``; ``multipliers``, constraints; ``ensemble`` and ``parameter_choice``, many runs;
+``grid_prior``, a prior of fields; ``regularization`` and ``time_steps``, parts of users' functions, ``gradient_check``,
+with ``taylor``, and ``adjoint_check``, which test these, and ``pictures``.
 
 A name's module is imported when it is first asked for: `minimize` and `least_squares` without a mesh do without MPI.
 """
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mpishard.inverse.functions import EvaluationFailed
     from mpishard.inverse.gradient_check import GradientCheck, check_gradient
     from mpishard.inverse.grid_prior import BiLaplacianPrior
+    from mpishard.inverse.inverse_hessian import InverseHessian
     from mpishard.inverse.minimization import minimize
     from mpishard.inverse.multipliers import augmented_lagrangian
     from mpishard.inverse.parameter_choice import LCurve, l_curve
@@ -41,6 +42,7 @@ __all__ = [
     "EvaluationFailed",
     "EvaluationRequest",
     "GradientCheck",
+    "InverseHessian",
     "LCurve",
     "OptimizeResult",
     "ReverseCommunication",
@@ -70,6 +72,7 @@ if not TYPE_CHECKING:  # a type checker has the names from above
             "adjoint_check": "AdjointCheck check_adjoint",
             "gradient_check": "GradientCheck check_gradient",
             "sum_of_squares": "least_squares",
+            "inverse_hessian": "InverseHessian",
             "minimization": "minimize",
             "parameter_choice": "LCurve l_curve",
             "regularization": "SmoothedTotalVariation Tikhonov regularized",

@@ -9,7 +9,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from mpishard.backend import array as arrays
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
+from mpishard.data.sampling import micro_batches
 from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.results import TrainingState
 from mpishard.elastic.optimizer import ElasticOptimizer
@@ -23,7 +26,7 @@ from mpishard.inverse.functions import (
 )
 from mpishard.inverse.mesh_run import check_identical, digest, exchange, parameters_of
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, result_of
-from mpishard.inverse.unknowns import Unknowns
+from mpishard.inverse.unknowns import Unknowns, copy_of_point
 from mpishard.io import log
 from mpishard.minimizers.method import Method, Minimizer, Wanted
 from mpishard.parameters.flat import FlatParameters
@@ -97,6 +100,7 @@ class ElasticMinimization:
         self._failure = 0, ""  # the last evaluation that has failed on this rank, and what the result says of it
         self._elastic = ElasticOptimizer(method, mesh, **options)
         self._maxtime = loop.maxtime
+        self._has_inverse = loop.hess_inv
         self._together = mesh.world if samples is None else mesh.tensor  # they call the function for the same samples
         self._attempts = Attempts(self._together, loop.retries)
 
@@ -138,6 +142,13 @@ class ElasticMinimization:
         hint = failure or unknowns.gradient_hint(reason)
         result = result_of(unknowns.shown_to_user(), gradient, reason, method, progress, hint)
         result["jac"] = unknowns.like_x0(gradient)
+        if self._has_inverse:
+            from mpishard.inverse.inverse_hessian import InverseHessian
+            from mpishard.minimizers.inverses import inverse_at_end
+
+            x = unknowns.copy_of(unknowns.shown) if minimizer.method.needs_products else None
+            inverse = inverse_at_end(minimizer, lambda direction: self._product_after_end(x, direction))
+            result["hess_inv"] = InverseHessian(inverse, unknowns, self._own, self._gather, self._mesh)
         if self._mesh.rank == 0:
             self._table.end(result.message)
         return MinimizationOutcome(result, progress, reason)
@@ -220,6 +231,34 @@ class ElasticMinimization:
             check_identical(f"values of {what}", np.repeat(of_groups, sharers), _HOW_TO_SUM)
         return value, False
 
+    def _product_after_end(self, x: Any, direction: Array) -> Array:
+        """The Hessian at x times a direction, of which this rank has its part; collective over the ranks that are left.
+
+        Samples go to the groups in parts that do not depend on the number of groups, and products are added in the
+        order of the parts.
+        """
+        unknowns, data, count = self._unknowns, self._mesh.data, self._samples
+        along = unknowns.like_x0(self._gather(direction).copy())
+        parts: list[tuple[np.ndarray, ...]] = [()]  # as arguments; all ranks compute a whole function
+        if count is not None:
+            parts = [(samples,) for samples in micro_batches(np.arange(count), -(-count // _CALLS))]
+        total = arrays.zeros(unknowns.given_size, unknowns.flat.dtype, like=unknowns.flat)
+        for number, part in enumerate(parts):
+            vector = arrays.zeros(total.size, total.dtype, like=total)
+            with raised_on_all(self._mesh.world):
+                if not part or number % data.size == data.rank:
+
+                    def call(part: tuple[np.ndarray, ...] = part) -> Array:
+                        found = self._functions.product(copy_of_point(x), along, *part)
+                        return unknowns.vector("the Hessian product", found)
+
+                    attempt = self._attempts(call)
+                    if attempt.problem is not None:
+                        raise attempt.problem
+                    vector[...] = attempt.found
+            total += data.broadcast(vector, number % data.size, label="product")
+        return self._own(total)
+
     # -- after an evaluation ------------------------------------------------------------------------------------------
 
     @property
@@ -228,11 +267,19 @@ class ElasticMinimization:
         assert minimizer is not None
         return minimizer
 
-    def _gather(self, vector: Array) -> Array:
-        """A vector of the minimisation as a new flat array, in the order that the user sees.  Collective."""
+    @property
+    def _state(self) -> MinimizationState:
         state = self._elastic.optimizer.state
         assert isinstance(state, MinimizationState)
-        return self._unknowns.as_given(state.whole(vector))
+        return state
+
+    def _gather(self, vector: Array) -> Array:
+        """A vector of the minimisation as a new flat array, in the order that the user sees.  Collective."""
+        return self._unknowns.as_given(self._state.whole(vector))
+
+    def _own(self, flat: Array) -> Array:
+        """The reverse of `_gather`, also collective; valid until the next call."""
+        return self._state.own_part(self._unknowns.arranged(flat))
 
     def _after_evaluation(self, state: TrainingState[Any]) -> bool:
         """The callback of the run: returns True to stop. Collective over the workers."""

@@ -206,9 +206,14 @@ def sum_of_values(values: Any) -> float:
 
 
 def number_of(value: Any) -> float:
-    """The value of a function, a number or an array of one element, as a float; else TypeError."""
+    """The value of a function, a number or an array of one element, as a float.
+
+    Raises ValueError, as SciPy, if it is an array of another size, and TypeError if it is anything else.
+    """
     if isinstance(value, np.ndarray) and value.size == 1:
         value = value.reshape(())[()]
+    elif isinstance(value, np.ndarray):
+        raise ValueError(f"fun must return its value as one number, got an array of the shape {value.shape}")
     try:
         return returned(value)
     except (TypeError, ValueError, RuntimeError):

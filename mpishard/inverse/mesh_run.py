@@ -112,6 +112,10 @@ class MeshRanks:
         """A vector of the minimizer as a new flat array, in the order that the user sees."""
         return self._unknowns.as_given(self._state.whole(vector))
 
+    def own(self, flat: Array) -> Array:
+        """This rank's part of a flat vector in the order that the user sees, only read; valid until the next call."""
+        return self._state.own_part(self._unknowns.arranged(flat))
+
     # -- an evaluation ------------------------------------------------------------------------------------------------
 
     def tell(self, what: str, value: float, vector: Any, problem: BaseException | None) -> None:
@@ -127,7 +131,7 @@ class MeshRanks:
             self._state.tell_value(math.inf, arrays.zeros(point.size, point.dtype, like=point))
             return
         flat, total, digits = found
-        own = self._own_part_of_sum(flat) if self._sums else self._state.own_part(flat)
+        own = self._own_part_of_result(flat)
         if self.minimizer.wanted is Wanted.PRODUCT:
             self._state.tell_product(own)
         else:
@@ -136,6 +140,12 @@ class MeshRanks:
             self._state.tell_value(total, own)
         if self.minimizer.stop_reason == "not finite":
             self._find_culprits(what.removeprefix("the "), value, flat, total, own)
+
+    def combined_product(self, given: Any, problem: BaseException | None) -> Array:
+        """This rank's part of a Hessian product of which each rank has the user's result; valid until the next call."""
+        found = self.combined("the Hessian product", 0.0, given, problem)
+        assert found is not None
+        return self._own_part_of_result(found[0])
 
     def combined(
         self, what: str, value: float, given: Any, problem: BaseException | None, may_fail: bool = False
@@ -169,13 +179,15 @@ class MeshRanks:
         flat = self._unknowns.arranged(flat)
         return flat, sum_of_values(values.tolist()) if self._sums else float(values[0]), int(facts[:, 2].min())
 
-    def _own_part_of_sum(self, flat: Array) -> Array:
-        """This rank's part of the sum of vectors over the data axis, and over the copies of tensors that are partial.
+    def _own_part_of_result(self, flat: Array) -> Array:
+        """This rank's part of a vector of the user's function, or of its sum over the ranks.
 
-        `flat` is this rank's term, like the parameters, and only read. The result is valid until the next call for
-        another vector.
+        That is over the data axis, and over the copies of tensors that are partial. `flat` is this rank's result, like
+        the parameters, and only read. What is returned is valid until the next call for another vector.
         """
         strategy = self._strategy
+        if not self._sums:
+            return self._state.own_part(flat)
         if strategy.axis.size == 1 and strategy.compressed is None and not strategy.copies.sum_changes:
             return self._state.own_part(flat)
         reducer = strategy.reducer

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpishard.arguments import integer, reject_unknown, shown
+from mpishard.arguments import integer, shown
 from mpishard.inverse.finite_differences import FiniteDifferences
 from mpishard.inverse.functions import Attempts, Callback, Functions, Watch, on_any, opening
-from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, make_method
+from mpishard.inverse.result import (
+    LoopOptions,
+    MinimizationOutcome,
+    OptimizeResult,
+    Table,
+    make_method,
+    reject_keywords,
+)
 from mpishard.inverse.reverse_communication import EvaluationRequest, OneProcess, ReverseCommunication
 from mpishard.inverse.unknowns import Unknowns, copy_of_point
 from mpishard.minimizers.method import Method
@@ -16,7 +23,8 @@ from mpishard.minimizers.method import Method
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
     from mpishard.comm.mesh import Mesh
-    from mpishard.inverse.mesh_run import RunFiles
+    from mpishard.inverse.inverse_hessian import InverseHessian
+    from mpishard.inverse.mesh_run import MeshRanks, RunFiles
     from mpishard.record import RunRecord
 
 Array = Any
@@ -102,11 +110,14 @@ def minimize(
         has that name.  Raising StopIteration or returning True stops, on a mesh on any rank.
     options : dict, optional
         By SciPy's names and with its defaults: ``maxiter``, ``maxfun``, ``gtol``, ``ftol``, ``maxcor``, ``maxls`` and
-        so on, as far as the method has them.  ``disp=True`` shows a table with a line an iteration,
-        ``maxtime=seconds`` ends the loop after the iteration in which this time is over.  ``retries=n``: where `fun`,
-        `jac` or a Hessian product raises `EvaluationFailed`, it is called again for the same point, up to n times, on
-        the same ranks: with ``reduction="sum"`` on those that share the field, without `mesh` or with `samples` on this
-        one, else on all.  It is the same on all ranks; ``nfev`` counts points, not calls.
+        so on, as far as the method has them; ``c1`` and ``c2`` of the conditions of Wolfe where the method has a line
+        search.  ``return_all=True``: the result has ``allvecs``, copies of the start and of each iterate (a resumed run
+        those since; not with `elastic`).  ``hess_inv=True``: it has ``hess_inv``, an `InverseHessian` (``"CG"`` has
+        none).  ``disp=True`` shows a table with a line an iteration, ``maxtime=seconds`` ends the loop after the
+        iteration in which this time is over.  ``retries=n``: where `fun`, `jac` or a Hessian product raises
+        `EvaluationFailed`, it is called again for the same point, up to n times, on the same ranks: with
+        ``reduction="sum"`` on those that share the field, without `mesh` or with `samples` on this one, else on all.
+        It is the same on all ranks; ``nfev`` counts points, not calls.
     mesh : Mesh, optional
         The ranks that minimise together.
     reduction : {None, "sum"}
@@ -169,7 +180,7 @@ def minimize(
     with opening(mesh, "minimize") as same:
         extra = dict(elements)
         known = {name: extra.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
-        reject_unknown("minimize", extra)
+        reject_keywords("minimize", extra)
         if constraints is not None and not (isinstance(constraints, tuple | list | dict) and not constraints):
             raise ValueError(
                 "minimize takes no constraints: c(x) = 0 is for mpishard.augmented_lagrangian(fun, x0, constraints, "
@@ -189,6 +200,8 @@ def minimize(
         chosen, loop = make_method(method, options, tol, unknowns.total, **unknowns.options(bounds, **known))
         same |= {"method": type(chosen), "reduction": reduction, "samples": samples, "elastic": elastic}
         same |= {"retries": loop.retries, "jac": functions.differences}
+        same |= {"hess_inv": loop.hess_inv, "return_all": loop.return_all}
+        _check_more_results(loop, chosen, workers is not None)
         if functions.differences is not None and mesh is not None:
             unknowns.held_whole_by(mesh.place)
         same |= files_given(mesh, checkpoints, resume, record)
@@ -222,6 +235,16 @@ def _check_differences(functions: Functions, unknowns: Unknowns, is_elastic: boo
     if mesh is not None and mesh.pipeline.size > 1:
         raise ValueError(f"jac={name!r} needs a mesh without a pipeline axis, got {mesh.sizes}")
     unknowns.check_differences()
+
+
+def _check_more_results(loop: LoopOptions, method: Method, is_elastic: bool) -> None:
+    """Raise ValueError if the result cannot have what is asked for in addition."""
+    if loop.return_all and is_elastic:
+        raise ValueError("return_all=True is for ranks that stay, with elastic= keep the iterates in callback=")
+    if loop.hess_inv:
+        from mpishard.minimizers.inverses import expect_inverse  # with the methods: only for those who ask
+
+        expect_inverse(method)
 
 
 class ElasticArguments(NamedTuple):
@@ -326,6 +349,7 @@ def run_loop(
         files = RunFiles(ranks, checkpoints, resume, record)
     table = Table(shown=on_any(ranks.world, loop.disp) and ranks.world.rank == 0)
     watch = Watch(ranks.world, callback, loop.maxtime)
+    iterates: list[Any] = []
     attempts = Attempts(ranks.together, loop.retries)
 
     def outcome(request: EvaluationRequest) -> tuple[float, Any, BaseException | None]:
@@ -346,6 +370,8 @@ def run_loop(
             progress = optimizer.progress
             if progress.accepted or (request.direction is None and progress.evaluations == 1):
                 table.row(progress)
+                if loop.return_all:  # the unknowns still are the point of the last request
+                    iterates.append(unknowns.copy_of(unknowns.shown))
             reason = watch.reason_to_stop(intermediate) if progress.accepted else ""
             reason = reason or ("signal" if ranks.interrupted else "")
             if reason and not optimizer.has_ended:
@@ -356,8 +382,31 @@ def run_loop(
     if files is not None:
         files.end(optimizer.stop_reason)
     result = optimizer.gather_result()
+    if loop.return_all:
+        result["allvecs"] = iterates
+    if loop.hess_inv:
+        result["hess_inv"] = _inverse_hessian(ranks, functions, attempts, unknowns)
     table.end(result.message)
     return MinimizationOutcome(result, optimizer.progress, optimizer.stop_reason)
+
+
+def _inverse_hessian(
+    ranks: OneProcess | MeshRanks, functions: Functions, attempts: Attempts, unknowns: Unknowns
+) -> InverseHessian:
+    """The inverse Hessian at the best iterate, which the unknowns are.  Collective."""
+    from mpishard.inverse.inverse_hessian import InverseHessian
+    from mpishard.minimizers.inverses import inverse_at_end
+
+    mesh = None if isinstance(ranks, OneProcess) else ranks.mesh
+    minimizer, gather, combined = ranks.minimizer, ranks.gather, ranks.combined_product
+    x = unknowns.copy_of(unknowns.shown) if minimizer.method.needs_products else None
+
+    def product(direction: Array) -> Array:
+        along = unknowns.like_x0(gather(direction).copy())
+        _, found, problem = _outcome(functions, attempts, EvaluationRequest(copy_of_point(x), along))
+        return combined(found, problem)
+
+    return InverseHessian(inverse_at_end(minimizer, product), unknowns, ranks.own, gather, mesh)
 
 
 def _outcome(

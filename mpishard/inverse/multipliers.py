@@ -174,6 +174,7 @@ def augmented_lagrangian(
         if isinstance(method, str) and isinstance(given, Mapping):
             given = {"ftol": 0.0, **given}
         chosen, loop = make_method(method, given, None, unknowns.total, **unknowns.options(bounds, **known))
+        loop.expect_no_more_results("augmented_lagrangian")
         if chosen.needs_products:
             raise ValueError(f"method={shown(method)} needs products with the Hessian; 'L-BFGS-B' and 'CG' do not")
         functions = Functions(fun, jac, None, args)

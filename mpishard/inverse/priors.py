@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-
-from mpishard.arguments import number, shown
-from mpishard.inverse.trees import tree_of
 
 if TYPE_CHECKING:
     from mpishard.comm.mesh import Mesh

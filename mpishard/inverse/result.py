@@ -5,6 +5,7 @@ With it the parts of `minimize` that users see: bounds, methods and options by S
 
 from __future__ import annotations
 
+import difflib
 import math
 import sys
 import time
@@ -56,6 +57,13 @@ _HELD = (
 )
 
 
+# Attributes that a result has on request, and what is said where one is missing.
+_ASKED_FOR = {
+    "hess_inv": ", which options={'hess_inv': True} asks for",
+    "allvecs": ", which options={'return_all': True} asks for",
+}
+
+
 class OptimizeResult(dict[str, Any]):
     """The result of `minimize`: a dictionary whose items are attributes too.
 
@@ -76,13 +84,18 @@ class OptimizeResult(dict[str, Any]):
         Whether it converged.
     message : str
         Why it has ended, in words.
+    hess_inv : InverseHessian
+        With ``options={"hess_inv": True}``: the inverse Hessian there, see `mpishard.inverse.InverseHessian`.
+    allvecs : list
+        With ``options={"return_all": True}``: copies of the start and of the iterate after each iteration.
     """
 
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"the result has no {name!r}; it has {', '.join(self)}") from None
+            way = _ASKED_FOR.get(name, "")
+            raise AttributeError(f"the result has no {name!r}{way}; it has {', '.join(self)}") from None
 
     __setattr__ = dict.__setitem__
     __delattr__ = dict.__delitem__
@@ -93,7 +106,8 @@ class OptimizeResult(dict[str, Any]):
     def __repr__(self) -> str:
         width = max(map(len, self), default=0)
         with np.printoptions(threshold=12, edgeitems=2):  # arrays are abbreviated as in a result of SciPy
-            lines = {name: repr(value).replace("\n", "\n" + " " * (width + 2)) for name, value in self.items()}
+            short = {**self, "allvecs": f"{len(self['allvecs'])} iterates"} if "allvecs" in self else self
+            lines = {name: repr(value).replace("\n", "\n" + " " * (width + 2)) for name, value in short.items()}
         return "\n".join(f"{name:>{width}}: {line}" for name, line in lines.items())
 
 
@@ -219,6 +233,33 @@ _RENAMED = {"maxcor": "history", "initial_trust_radius": "initial_radius", "max_
 _COUNTS = {"maxiter", "maxfun", "maxls", "history", "maxcg"}
 # Fields of methods that are arguments of `minimize`.
 _ARGUMENTS = {"bounds", "fixed", "inner_product", "preconditioner"}
+# SciPy's names for the conditions of Wolfe, and those of the line searches.
+_WOLFE = {"c1": ("ftol", "delta"), "c2": ("gtol", "sigma")}
+# What is here for methods and options of SciPy, TAO and ROL that are not.
+_SECOND_ORDER = "'trust-ncg', with hessp= or hess="
+_ELSEWHERE = {
+    "bfgs": "'L-BFGS-B', whose options={'maxcor': n} keeps n pairs in place of a matrix",
+    "lmvm": "'L-BFGS'",
+    "blmvm": "'L-BFGS-B'",
+    "tnc": "'L-BFGS-B', or with bounds and Hessian products 'trust-ncg'",
+    **dict.fromkeys(("nls", "ntr", "ntl", "bnls", "bntr", "bntl", "trust-krylov", "dogleg"), _SECOND_ORDER),
+    "trust-exact": _SECOND_ORDER,
+    "slsqp": "'L-BFGS-B' for bounds, and mpishard.augmented_lagrangian for constraints",
+    "trust-constr": "'trust-ncg' for bounds, and mpishard.augmented_lagrangian for constraints",
+    "almm": "mpishard.augmented_lagrangian",
+    **dict.fromkeys(("pounders", "brgn", "lm", "trf", "dogbox"), "mpishard.least_squares"),
+    **dict.fromkeys(("nelder-mead", "powell", "cobyla", "cobyqa"), "'L-BFGS-B' with jac='2-point'"),
+}
+_STEPS = "jac='2-point' and '3-point' take SciPy's default step for each element, and for others jac=function; "
+_INSTEAD = {
+    "eps": _STEPS,
+    "finite_diff_rel_step": _STEPS,
+    "iprint": "disp=True shows a line an iteration; ",
+    "workers": "with mesh=mpishard.Mesh() the ranks share the elements of jac='2-point'; ",
+    "norm": "gtol bounds the largest element of the gradient; ",
+    "maxfev": "maxfun limits the evaluations; ",
+    "eta": "a step is accepted where the value falls; ",
+}
 
 
 @dataclass(frozen=True)
@@ -228,6 +269,14 @@ class LoopOptions:
     disp: bool = False  # show a table
     maxtime: float | None = None  # stop after the iteration in which this number of seconds is over
     retries: int = 0  # how often an evaluation that has failed is tried again
+    hess_inv: bool = False  # the result has the inverse Hessian
+    return_all: bool = False  # the result has all iterates
+
+    def expect_no_more_results(self, call: str) -> None:
+        """Raise ValueError if the result is to have more than that of a call has."""
+        for name in ("hess_inv", "return_all"):
+            if getattr(self, name):
+                raise ValueError(f"{call} has no option {name!r}, which is of minimize")
 
 
 def make_method(
@@ -256,18 +305,41 @@ def make_method(
         own = _RENAMED.get(name, name)
         if own in names - _ARGUMENTS:
             given[own] = count_of(value) if own in _COUNTS else value
-        elif name not in {field.name for field in fields(LoopOptions)}:
-            raise ValueError(f"{_label(method)} has no option {name!r}; its options are {', '.join(_known(names))}")
+        elif name not in {field.name for field in fields(LoopOptions)} and not (name in _WOLFE and "maxls" in names):
+            raise _unknown_option(_label(method), name, _known(names))
     for name, value in elements.items():
         if value is None:
             continue
         if name not in names:
             raise ValueError(f"{_label(method)} takes no {name}; method='L-BFGS-B' does")
         given[name] = value
-    if isinstance(method, Method):
-        return replace(method, **given), loop
-    made: Method = kind(**given)
-    return made, loop
+    made: Method = replace(method, **given) if isinstance(method, Method) else kind(**given)
+    return _with_wolfe(made, options), loop
+
+
+def _with_wolfe(method: Any, options: Mapping[str, Any]) -> Any:
+    """The method, whose line search has SciPy's `c1` and `c2` if these are among the options."""
+    given = {name: number(name, options[name]) for name in _WOLFE if name in options}
+    if not given:
+        return method
+    search = method.search
+    ours = {field.name for field in fields(search)}
+    names = {name: next(each for each in own if each in ours) for name, own in _WOLFE.items()}
+    c1, c2 = (given.get(name, getattr(search, own)) for name, own in names.items())
+    if not 0 < c1 < c2 < 1:
+        raise ValueError(f"'c1' and 'c2' must have 0 < c1 < c2 < 1, got c1={c1:g} and c2={c2:g}")
+    return replace(method, line_search=replace(search, **{names["c1"]: c1, names["c2"]: c2}))
+
+
+def _unknown_option(label: str, name: Any, known: Sequence[str]) -> ValueError:
+    hint = _INSTEAD.get(name) or _nearest(name, known)
+    return ValueError(f"{label} has no option {name!r}; {hint}its options are {', '.join(known)}")
+
+
+def _nearest(name: Any, known: Sequence[str]) -> str:
+    """The name that was perhaps meant, as a part of a message; empty if none is near."""
+    near = difflib.get_close_matches(str(name).lower(), [each.lower() for each in known], 1)
+    return "".join(f"perhaps {each!r} is meant; " for each in known if each.lower() in near)
 
 
 def count_of(value: Any) -> Any:
@@ -283,7 +355,9 @@ def _class_of(method: str | Method) -> tuple[type[Method], tuple[str, ...]]:
         raise TypeError(f"method={shown(method)} must be one of {', '.join(_METHODS)}, or a method such as LBFGSB()")
     known = {name.lower(): entry for name, entry in _METHODS.items()}
     if method.lower() not in known:
-        raise ValueError(f"there is no method {method!r}; there are {', '.join(_METHODS)}")
+        ours = _ELSEWHERE.get(method.lower())
+        hint = f"take {ours}; " if ours else _nearest(method, list(_METHODS))
+        raise ValueError(f"there is no method {method!r}; {hint}there are {', '.join(_METHODS)}")
     name, tolerances = known[method.lower()]
     return getattr(minimizers, name), tolerances
 
@@ -294,12 +368,25 @@ def _loop_options(options: Mapping[str, Any]) -> LoopOptions:
         disp = bool(integer("disp", disp)) if not isinstance(disp, bool) else flag("disp", disp)
     if maxtime is not None:
         maxtime = number("maxtime", maxtime, least=0, finite=False)
-    return LoopOptions(bool(disp), maxtime, integer("retries", options.get("retries", 0), least=0))
+    more = {name: bool(flag(name, options.get(name, False))) for name in ("hess_inv", "return_all")}
+    return LoopOptions(bool(disp), maxtime, integer("retries", options.get("retries", 0), least=0), **more)
+
+
+def reject_keywords(call: str, given: Mapping[str, Any]) -> None:
+    """Raise TypeError if any keyword is left that nothing has taken; one of an option says where it belongs."""
+    for name in given:
+        own = _RENAMED.get(name, name)
+        is_option = name in _WOLFE or any(
+            own in {field.name for field in fields(kind)}
+            for kind in (LoopOptions, *(getattr(minimizers, name) for name, _ in _METHODS.values()))
+        )
+        hint = f'; it is an option: options={{"{name}": {shown(given[name])}}}' * is_option
+        raise TypeError(f"{call} got an unexpected keyword argument {name!r}{hint}")
 
 
 def _known(names: set[str]) -> list[str]:
     scipys = {own: name for name, own in _RENAMED.items()}
-    own = {scipys.get(name, name) for name in names - _ARGUMENTS}
+    own = {scipys.get(name, name) for name in names - _ARGUMENTS} | (set(_WOLFE) if "maxls" in names else set())
     return sorted(own | {field.name for field in fields(LoopOptions)})
 
 

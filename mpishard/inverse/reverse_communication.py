@@ -114,7 +114,8 @@ class ReverseCommunication:
             known = {name: elements.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
             reject_unknown("ReverseCommunication", elements)
             unknowns = Unknowns.of(x0)
-            chosen, _ = make_method(method, options, None, unknowns.total, **unknowns.options(bounds, **known))
+            chosen, loop = make_method(method, options, None, unknowns.total, **unknowns.options(bounds, **known))
+            loop.expect_no_more_results("ReverseCommunication")
             same |= {"method": type(chosen), "reduction": reduction}
         self._ranks: OneProcess | MeshRanks
         if mesh is None:
@@ -436,8 +437,13 @@ class OneProcess:
     def publish(self, vector: Array) -> None:
         self._unknowns.flat[...] = vector
 
-    def gather(self, vector: Array) -> Array:
+    @staticmethod
+    def gather(vector: Array) -> Array:
         return vector
+
+    @staticmethod
+    def own(flat: Array) -> Array:
+        return flat
 
     def tell(self, what: str, value: float, vector: Any, problem: BaseException | None) -> None:
         may_fail = self.minimizer.wanted is Wanted.GRADIENT and self.minimizer.progress.evaluations > 0
@@ -455,6 +461,10 @@ class OneProcess:
         self._moved = 0
         self.minimizer.take_digits(digits_of(vector))
         self.minimizer.tell(value, flat)
+
+    def combined_product(self, given: Any, problem: BaseException | None) -> Array:
+        self.world.raise_if_any(problem)
+        return self._unknowns.vector("the Hessian product", given)
 
     def serialize(self) -> bytes:
         """The state of the minimisation, with the point, as an HDF5 file image."""

@@ -49,6 +49,15 @@ _MESSAGES = {
 _METHODS = ("trf", "lm")
 _FLOAT = np.dtype(np.float64)
 _TR_OPTIONS = ("forcing", "forcing_power", "maxcg", "initial_radius", "max_radius")
+# What takes the place of options of `minimize`.
+_INSTEAD = {
+    **dict.fromkeys(("maxiter", "maxfun", "max_iter"), ": max_nfev limits the evaluations"),
+    "options": ": its options are arguments, such as max_nfev=, ftol= and verbose=",
+    "tol": ": give ftol=, xtol= and gtol=",
+    "disp": ": verbose=2 shows a line an iteration",
+    "hess_inv": ": mpishard.covariance(fit) has the errors of a fit",
+    **dict.fromkeys(("reduction", "hessp"), ": each rank returns residuals of its own, and jac may be an operator"),
+}
 # By reason of the end of the loop of `minimize`; the others are failures.
 _STATUS = {"gradient": 1, "decrease": 2, "step": 3, "evaluations": 0, "callback": _CALLBACK, "signal": _CALLBACK}
 _HEAD = f"{'iteration':>9} {'evaluations':>11} {'cost':>17} {'optimality':>11}"
@@ -82,6 +91,7 @@ def least_squares(
     checkpoints: Checkpoints | None = None,
     resume: bool = False,
     record: RunRecord | None = None,
+    **others: Any,
 ) -> OptimizeResult:
     """Minimise the sum of the squares of residuals, or of a loss of them that outliers do not rule.
 
@@ -163,6 +173,8 @@ def least_squares(
     checkpoints, resume, record : optional
         As for `minimize`; a step of ``"exact"`` is an iteration, and `record` is for ``"cg"``.  ``"exact"``, and so
         ``"lm"``, outlives a death by them alone: the job starts again, and continues from the last iteration saved.
+    **others
+        Refused: the error says what takes the place of an option of `minimize`.
 
     Returns
     -------
@@ -214,6 +226,11 @@ def least_squares(
     for_cg = {"preconditioner": preconditioner, "samples": samples, "elastic": elastic, "checkpoints": checkpoints}
     for_cg |= {"resume": resume, "record": record}
     with opening(mesh, "least_squares") as same:
+        for name in others:
+            raise TypeError(
+                f"least_squares got an unexpected keyword argument {name!r}{_INSTEAD.get(name, '')}"
+                + "; give it in tr_options" * (name in _TR_OPTIONS)
+            )
         unknowns = Unknowns(x0)
         if mesh is None:
             unknowns.check_not_split()
@@ -308,7 +325,7 @@ class _Settings:
     ) -> _Settings:
         size, tree = unknowns.given_size, unknowns.tree
         if tree is not None and tree.complex_leaf is not None:
-            raise TypeError("x0 is complex, and least_squares takes real numbers; give real and imaginary parts apart")
+            raise ValueError("x0 is complex, and least_squares takes real numbers; give real and imaginary parts apart")
         start = np.array(unknowns.shown, np.float64)
         if method not in _METHODS:
             raise ValueError(f"method={shown(method)} must be 'trf' or 'lm'; there is no other")

@@ -20,6 +20,11 @@ from mpishard.minimizers.method import RieszMap
 
 Array = Any
 _GET = "this rank's values, as start.get(field) of its Partition returns them"
+# What is given in place of a matrix.
+_FOR_MATRIX = {
+    "inner_product": "mpishard.RieszMap(apply, solve), its product with a vector and the solve with it",
+    "preconditioner": "the function of its product with a vector",
+}
 _LARGE = 1 << 20  # bytes of an array whose memory is kept for the next copy
 
 
@@ -213,6 +218,7 @@ class Unknowns:
         found: dict[str, Any] = {}
         for name, option in elements.items():
             expect_no_field(name, option, _GET)
+            self._expect_no_matrix(name, option)
             if isinstance(option, RieszMap):
                 found[name] = RieszMap(self._operator(name, option.apply), self._operator(name, option.solve))
             elif callable(option):
@@ -225,6 +231,14 @@ class Unknowns:
             bounds = tree.bounds(bounds)
         pair = pair_of_bounds(bounds, self.given_size if self.is_cut_by_application else self.total)
         return {**found, "bounds": self.for_method(pair)}
+
+    def _expect_no_matrix(self, name: str, option: Any) -> None:
+        """Raise ValueError if an option is a matrix or an operator in place of a diagonal."""
+        shape = tuple(getattr(option, "shape", ()))
+        size = self.given_size if self.is_cut_by_application else self.total
+        is_square = shape == (size, size) and size > 1 and shape not in [spec.shape for spec in self.option_specs]
+        if name in _FOR_MATRIX and (is_square or hasattr(option, "tocsr") or hasattr(option, "matvec")):
+            raise ValueError(f"{name} is a matrix of shape {shape}: give {_FOR_MATRIX[name]}, or a diagonal")
 
     def for_method(self, option: Any) -> Any:
         """An option about the elements of `option_specs` as methods take it."""

@@ -219,19 +219,26 @@ class QuasiNewton(Descent):
             formulas.multiply(d, d, self._root)
 
     def _direction_preconditioned(self) -> None:
-        """The two-loop recursion in coefficients: the first loop, the preconditioner, and the second loop."""
-        g, d, history = self.base_gradient, self._direction, self.history
-        sg, _ = history.products(g, self._gradient_top)
+        self.times_preconditioned(self.base_gradient, self._gradient_top, -1.0, self._direction)
+
+    def times_preconditioned(self, vector: Array, top: float, sign: float, out: Array) -> None:
+        """``out = sign`` (1 or -1) times the inverse Hessian times a vector, whose largest element is `top`.
+
+        It is the two-loop recursion in coefficients: the first loop, the preconditioner, and the second loop.
+        """
+        history = self.history
+        products, _ = history.products(vector, top)
         if not len(history):
-            history.combine([], [], self._precondition(g), -(self.method.initial_scaling or 1.0), d)
+            scale = sign * (self.method.initial_scaling or 1.0)
+            history.combine([], [], self._precondition(vector), scale, out)
             return
         gamma = self.method.initial_scaling or self._preconditioned_gamma()
-        of_y = history.solve(sg)
-        history.combine([], [-c for c in of_y], g, 1.0, d)
-        r = self._precondition(d)
+        of_y = history.solve(products)
+        history.combine([], [-c for c in of_y], vector, 1.0, out)
+        r = self._precondition(out)
         (top,) = self.space.largest(r)
         of_s = history.solve_second(of_y, [gamma * product for product in history.y_products(r, top)])
-        history.combine([-c for c in of_s], [], r, -gamma, d)
+        history.combine([sign * c for c in of_s], [], r, sign * gamma, out)
 
     def _preconditioned_gamma(self) -> float:
         """s'y / y'Py of the newest pair."""

@@ -284,7 +284,7 @@ _SHRINK_BELOW, _SHRINK = 0.25, 0.5
 _NOT_FINITE_SHRINK = 0.25
 _GROW_ABOVE, _GROW = 0.75, 2.0
 _NOISE = 1000  # units in the last place of a value, or of an element, that are too few to judge a step by
-_LARGEST_RADIUS = 1e150  # its square is finite
+LARGEST_RADIUS = 1e150  # its square is finite
 _SLOTS = ("base", "base_gradient", "step", "residual", "direction")
 _OF_BASE, _OF_STEP = (0, 1), (2, 3, 4)  # their rows
 
@@ -358,6 +358,10 @@ class TruncatedNewton(Method):
             checks["initial_radius"] = {"above": 0, "otherwise": "None for the first step of the model"}
         for name, limits in checks.items():
             object.__setattr__(self, name, number(f"TruncatedNewton: {name}", getattr(self, name), **limits))
+        if self.initial_radius is not None and not self.initial_radius < self.max_radius:
+            raise ValueError(
+                f"TruncatedNewton: initial_radius={self.initial_radius:g} must be below max_radius={self.max_radius:g}"
+            )
         if self.maxcg is not None:
             object.__setattr__(self, "maxcg", integer("TruncatedNewton: maxcg", self.maxcg, least=1))
 
@@ -390,7 +394,7 @@ class TruncatedNewtonMinimizer(Minimizer):
         self.method = method
         self.bounds = Bounds(limits, space)
         self.free = FreeVariables(limits, self.bounds, point)
-        self._max_radius = min(method.max_radius, _LARGEST_RADIUS)
+        self._max_radius = min(method.max_radius, LARGEST_RADIUS)
         step, residual, direction = (self.row(slot) for slot in ("step", "residual", "direction"))
         self.cg = SteihaugCG(space, self.free, step, residual, direction, self._max_radius)
         self._radius = self._gradient_square = math.nan
@@ -514,7 +518,7 @@ class TruncatedNewtonMinimizer(Minimizer):
         reason, model = converged(self.method, self.progress, value_before, step_top, point_top), self.cg.state
         if not model.cut or reason == "gradient":
             return reason
-        return "unbounded" if model.radius >= _LARGEST_RADIUS else ""
+        return "unbounded" if model.radius >= LARGEST_RADIUS else ""
 
     def _continue(self, reason: str) -> None:
         """Go back to the base; end there, or begin the next step."""

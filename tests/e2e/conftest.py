@@ -128,9 +128,9 @@ def mpirun() -> Callable[..., Finished]:
 
 @pytest.fixture
 def alone() -> Callable[..., Finished]:
-    """``alone(*arguments, **environment)``: Python with these arguments and no launcher, whatever started this one."""
+    """``alone(*arguments, timeout=240, **environment)``: Python with these arguments and no launcher."""
 
-    def run(*arguments: object, **environment: str) -> Finished:
+    def run(*arguments: object, timeout: float = 240, **environment: str) -> Finished:
         began = time.monotonic()
         ended = subprocess.run(
             [sys.executable, *map(str, arguments)],
@@ -138,7 +138,7 @@ def alone() -> Callable[..., Finished]:
             capture_output=True,
             text=True,
             env=_environment(environment),
-            timeout=240,
+            timeout=timeout,
             check=False,
         )
         return Finished(ended.returncode, ended.stdout, ended.stderr, time.monotonic() - began)

@@ -51,6 +51,7 @@ class Place:
         mpishard.save_checkpoint(self.saved, np.zeros(4), self.trained)
         self.method = ZeRO1Optimizer(LBFGSB(maxiter=2), mesh)  # has ended
         self.method.optimize(problem(), progress=False)
+        self.inverse = minimize(self, options={"hess_inv": True}).hess_inv
         # Each rank has a part of the model, and its weights are in the folder, too.
         tensor = mesh.reshaped(tensor=mesh.size)
         heads, width = mesh.size, 8 * mesh.size
@@ -239,6 +240,8 @@ TABLE = [
         {"reduction": "max"},
         ({"options": {"gtol": 1e-3}}, "gtol"),
         ({"options": {"retries": 2}}, "retries"),
+        ({"options": {"hess_inv": True}}, "hess_inv"),
+        ({"options": {"return_all": True}}, "return_all"),
         {"jac": "2-point"},
         {"bounds": (0, 1)},
         {"bounds": 3},
@@ -249,6 +252,12 @@ TABLE = [
         {"checkpoints": 3},
         {"record": RECORD},
         {"record": 3},
+    ),
+    *odd(
+        "mpishard.inverse.InverseHessian.matvec",
+        lambda at, v=np.ones(4): at.inverse.matvec(v),  # noqa: B008
+        ({"v": np.zeros(4)}, "v is"),
+        ({"v": np.zeros(3)}, "v has 3 elements"),
     ),
     *odd(
         "mpishard.Partition",
@@ -635,12 +644,13 @@ LEFT_OUT = {
         mpishard.Mesh.unwatch mpishard.ReverseCommunication.ask mpishard.ReverseCommunication.gather_result
         mpishard.ReverseCommunication.tell_outcome mpishard.Signals.should_stop
         mpishard.ShardedModel.gather_full_parameters mpishard.ShardedModel.synchronize_gradients
-        mpishard.environment.collect mpishard.estimate.measure {OPTIMIZER}.averaged_parameters
+        mpishard.environment.collect mpishard.estimate.measure mpishard.inverse.InverseHessian.diagonal
+        mpishard.inverse.InverseHessian.todense {OPTIMIZER}.averaged_parameters
         """,
     "it is no call, or its own creation is not collective": """
         mpishard.BiLaplacianPrior mpishard.CollectiveMismatchError mpishard.FlatParameters mpishard.Request
         mpishard.RieszMap mpishard.RunRecord mpishard.Signals
-        mpishard.comm.communicator.Communicator
+        mpishard.comm.communicator.Communicator mpishard.inverse.InverseHessian
         mpishard.inverse.regularization.RegularizationTerm mpishard.regularized mpishard.backward_in_time
         mpishard.ReverseCommunication.serialize mpishard.ReverseCommunication.deserialize
         mpishard.compression.Compressor.make_sums mpishard.compression.PieceCompressor.make_sums

@@ -301,6 +301,10 @@ WRONG = [
     ({"max_nfev": 0}, ValueError, "max_nfev"),
     ({"verbose": 3}, ValueError, "0, 1 or 2"),
     ({"kwargs": 3}, TypeError, "kwargs"),
+    ({"maxiter": 3}, TypeError, "'maxiter': max_nfev"),
+    ({"options": {}}, TypeError, "arguments, such as max_nfev="),
+    ({"maxcg": 3}, TypeError, "'maxcg'.*tr_options"),
+    ({"max_n": 3}, TypeError, "unexpected keyword argument 'max_n'$"),
     ({"x0": [np.nan, 1]}, ValueError, "finite"),
     ({"fun": lambda x: np.array([np.nan, 1.0])}, ValueError, "not finite at x0"),
     ({"fun": lambda x: x[:, None] * x}, ValueError, "one dimension"),
@@ -373,7 +377,7 @@ def test_a_start_that_is_a_tree():
         least_squares(residuals, start, lambda x: {**blocks(x), "decay": np.ones(50)})
     with pytest.raises(ValueError, match="bounds .*structure of x0"):
         least_squares(residuals, start, bounds=([0, 0, 0], 1))
-    with pytest.raises(TypeError, match="least_squares .*real numbers"):
+    with pytest.raises(ValueError, match="least_squares .*real numbers"):
         least_squares(residuals, {"offset": 1j, "decay": np.ones(2)})
 
 

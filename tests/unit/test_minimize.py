@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +17,8 @@ import mpishard
 from mpishard import FlatParameters, OptimizeResult, ParameterSpec, ReverseCommunication, minimize
 from mpishard.inverse.result import make_method, pair_of_bounds
 from mpishard.layout.tensors import ModelParallelRank
+from mpishard.minimizers import NonlinearCG
+from mpishard.minimizers.line_search import HagerZhang, MoreThuente
 
 # `minimize` on one process: SciPy's conventions.
 
@@ -453,6 +457,7 @@ BLOCK = np.zeros((2, 2))
 NEWTON = {"fun": rosenbrock, "method": "trust-ncg"}
 PRECONDITIONED = {"fun": of_tree, "x0": TREE, "method": "CG"}
 COMPLEX = {"fun": modes, "x0": np.zeros(2, complex)}
+OPERATOR = SimpleNamespace(shape=(3, 3), matvec=abs)
 REFUSED = [
     # The start, and what belongs to it.
     ({"x0": []}, ValueError, "x0 is empty"),
@@ -486,7 +491,7 @@ REFUSED = [
     (answers(1.0), TypeError, r"\(value, gradient\), .*returned a float"),
     (answers(1.0, np.zeros(3), 2), TypeError, "it returned a tuple"),
     (answers("a", np.zeros(3)), TypeError, "one real number, got 'a'"),
-    (answers(np.ones(2), np.zeros(3)), TypeError, "value as one real number"),
+    (answers(np.ones(2), np.zeros(3)), ValueError, r"one number, got an array .*\(2,\)"),
     (answers(1j, np.zeros(3)), TypeError, "value as one real number"),
     (answers(1.0, np.zeros(2)), ValueError, "gradient has 2 elements .*x0 has 3"),
     (answers(1.0, None), TypeError, "gradient .*got None"),
@@ -509,8 +514,25 @@ REFUSED = [
     ({"constraints": {"type": "eq"}}, ValueError, "no constraints: .*augmented_lagrangian"),
     ({"callback": 1}, TypeError, "callback=1"),
     ({"method": "SLSQP"}, ValueError, "no method 'SLSQP'; .*L-BFGS-B"),
+    ({"method": "lmvm"}, ValueError, "no method 'lmvm'; take 'L-BFGS'; there are"),
+    ({"method": "LBFGS-B"}, ValueError, "perhaps 'L-BFGS-B' is meant"),
+    ({"method": "nls"}, ValueError, "take 'trust-ncg'.*hessp="),
     ({"method": None}, TypeError, "method=None"),
-    ({"options": {"eps": 1}}, ValueError, "Descent has no option 'eps'; .*gtol"),
+    ({"maxiter": 3}, TypeError, r"'maxiter'; .*options={\"maxiter\": 3}"),
+    ({"maxcor": 3}, TypeError, "options="),
+    ({"max_iter": 3}, TypeError, "unexpected keyword argument 'max_iter'$"),
+    ({"method": "CG", "options": {"c1": 0.4, "c2": 0.1}}, ValueError, "c1=0.4 and c2=0.1"),
+    ({"method": "trust-ncg", "options": {"c1": 0.4}}, ValueError, "'trust-ncg' has no option 'c1'"),
+    (
+        {"method": "trust-ncg", "options": {"initial_trust_radius": 2, "max_trust_radius": 2}},
+        ValueError,
+        "=2 .*max_radius=2",
+    ),
+    ({"method": "CG", "options": {"maxIter": 2}}, ValueError, "perhaps 'maxiter' is meant"),
+    ({"options": {"return_all": 1}}, TypeError, "return_all=1"),
+    ({"inner_product": np.eye(3)}, ValueError, r"inner_product is a matrix of shape \(3, 3\): .*RieszMap"),
+    ({"preconditioner": OPERATOR}, ValueError, "preconditioner is a matrix .*function"),
+    ({"options": {"eps": 1}}, ValueError, "Descent has no option 'eps'; jac='2-point' .*gtol"),
     ({"options": {"bounds": 1}}, ValueError, "has no option 'bounds'"),
     ({"options": 3}, TypeError, "options=3"),
     ({"options": {"maxtime": -1}}, ValueError, "maxtime=-1"),
@@ -600,6 +622,40 @@ def test_calls_of_scipy_work_as_they_are(method, options, bounds):
         assert np.allclose(ours.jac, theirs.jac, atol=1e-4)
         same = minimize(rosenbrock, np.full(8, -1.2), **{**call, "bounds": optimize.Bounds(-1.5, 0.8)})
         assert str(same) == str(ours)
+
+
+@pytest.mark.parametrize(
+    ("method", "line_search"),
+    [
+        ("CG", MoreThuente(ftol=0.01, gtol=0.3)),
+        ("L-BFGS-B", MoreThuente(ftol=0.01, gtol=0.3)),
+        (NonlinearCG(line_search="hager-zhang"), HagerZhang(delta=0.01, sigma=0.3, epsilon=1e-12, maxls=20)),
+    ],
+    ids=["CG", "L-BFGS-B", "Hager-Zhang"],
+)
+def test_c1_and_c2_are_those_of_the_line_search(method, line_search):
+    own, _ = make_method(method, {"c1": 0.01, "c2": 0.3}, None, 3)
+    assert own.search == line_search
+    few, _ = make_method(method, {"maxls": 7, "c2": 0.5}, None, 3)
+    assert few.search == replace(
+        make_method(method, {"maxls": 7}, None, 3)[0].search, **{fields(line_search)[2].name: 0.5}
+    )
+
+
+@pytest.mark.parametrize("method", ["L-BFGS-B", "CG", "trust-ncg"])
+def test_all_iterates(method):
+    """From the start, which is projected, to the result, in its structure; printed they are counted."""
+    given = {"method": method, "hessp": None if method == "CG" else curvature, "options": {"return_all": True}}
+    result = minimize(rosenbrock, np.full(8, -1.2), **given)
+    iterates = result.allvecs
+    assert len(iterates) == result.nit + 1 and not any(np.shares_memory(each, result.x) for each in iterates)
+    assert np.array_equal(iterates[0], np.full(8, -1.2)) and np.array_equal(iterates[-1], result.x)
+    values = [rosenbrock(x)[0] for x in iterates]
+    assert values == sorted(values, reverse=True) and values[-1] == result.fun
+    assert f"{len(iterates)} iterates" in repr(result)
+    parameters = FlatParameters.of({"a": np.ones(3), "b": np.zeros(5)})
+    named = minimize(lambda p: rosenbrock(p.flat), parameters, **{**given, "hessp": lambda p, d: curvature(p.flat, d)})
+    assert np.array_equal(named.allvecs[0]["a"], np.ones(3)) and np.array_equal(named.allvecs[-1].flat, parameters.flat)
 
 
 @pytest.mark.parametrize(("method", "limit"), [("CG", 600), ("trust-ncg", 600), ("L-BFGS-B", 15000)])
