@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mpishard.elastic.auto_layouts import AutoLayouts
     from mpishard.elastic.optimizer import ElasticOptimizer
     from mpishard.inverse import (
+        L1,
         EvaluationFailed,
         OptimizeResult,
         ReverseCommunication,
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from mpishard.training.saving import load_checkpoint, save_checkpoint
 
 __all__ = [
+    "L1",
     "LAMB",
     "LBFGS",
     "LBFGSB",
@@ -156,7 +158,7 @@ _MODULES = {
     "elastic.auto_layouts": "AutoLayouts",
     "elastic.optimizer": "ElasticOptimizer",
     "launch.signals": "Signals",
-    "inverse": "EvaluationFailed OptimizeResult ReverseCommunication SmoothedTotalVariation Tikhonov "
+    "inverse": "EvaluationFailed L1 OptimizeResult ReverseCommunication SmoothedTotalVariation Tikhonov "
     "augmented_lagrangian backward_in_time check_adjoint check_gradient covariance l_curve least_squares map_runs "
     "minimize regularized",
     "layout.tensors": "ParameterSpec",

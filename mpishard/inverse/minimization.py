@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpishard.arguments import integer, reject_unknown, shown
 from mpishard.inverse.finite_differences import FiniteDifferences
 from mpishard.inverse.functions import Attempts, Callback, Functions, Watch, on_any, opening
+from mpishard.inverse.l1 import l1_option
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, make_method
 from mpishard.inverse.reverse_communication import EvaluationRequest, OneProcess, ReverseCommunication
 from mpishard.inverse.unknowns import Unknowns, copy_of_point
@@ -186,9 +187,10 @@ def minimize(
             raise ValueError(
                 "hess= needs all elements of x0, which is split over ranks; give hessp= of this rank's part"
             )
-        chosen, loop = make_method(method, options, tol, unknowns.total, **unknowns.options(bounds, **known))
+        about = {**unknowns.options(bounds, **known), "l1": l1_option(functions.l1, unknowns)}
+        chosen, loop = make_method(method, options, tol, unknowns.total, **about)
         same |= {"method": type(chosen), "reduction": reduction, "samples": samples, "elastic": elastic}
-        same |= {"retries": loop.retries, "jac": functions.differences}
+        same |= {"retries": loop.retries, "jac": functions.differences, "L1": functions.l1_forms}
         if functions.differences is not None and mesh is not None:
             unknowns.held_whole_by(mesh.place)
         same |= files_given(mesh, checkpoints, resume, record)
