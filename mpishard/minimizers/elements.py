@@ -84,9 +84,7 @@ def whole_l1(
     if l1 is None:
         return None, None
     if not _is_pair(l1) or l1[0] is None:
-        raise ValueError(
-            f"l1 must be a pair (weight, reference), of which only the second may be None; got {shown(l1)}"
-        )
+        raise ValueError(f"l1={shown(l1)} must be a pair (weight, reference), of which the second may be None")
     return elements_of_l1("l1", *l1, specs, dtype)
 
 
