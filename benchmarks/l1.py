@@ -186,7 +186,7 @@ def by_tao(problem: Problem) -> None:
 
 def of_tao(problem: Problem, command: str) -> Trace:
     ran = subprocess.run(
-        [*shlex.split(command), __file__, "--tao", problem.name], capture_output=True, text=True, timeout=900
+        [*shlex.split(command), __file__, "speed", "--tao", problem.name], capture_output=True, text=True, timeout=900
     )
     if ran.returncode:
         sys.exit(f"{command} ended with {ran.returncode}:\n{ran.stderr}")

@@ -107,8 +107,8 @@ def hash_of_elements(strategy: Strategy, limits: Limits) -> int:
     parameters = strategy.parameters
     starts = itertools.accumulate((spec.size for spec in parameters.specs), initial=0)
     first = {spec.name: (spec, start) for spec, start in zip(parameters.specs, starts, strict=False)}
-    about = (limits.lower, limits.upper, limits.fixed, limits.weights, limits.scaling)
-    about += (limits.l1_weights, limits.l1_reference)
+    about = [limits.lower, limits.upper, limits.fixed, limits.weights, limits.scaling]
+    about += [limits.l1_weights, limits.l1_reference]
     given = [(place, arrays.to_host(option)) for place, option in enumerate(about) if option is not None]
     total = np.zeros(1, np.uint64)  # an array, whose sums wrap
     for piece in cut_holding(parameters.pieces, strategy.ownership.own):

@@ -29,7 +29,7 @@ def regularized(
     """A function with terms added, of which each counts once, however many samples and ranks there are.
 
     The function that it returns is collective where a term is.  With an `L1` term, which has no gradient, it is for
-    `minimize` alone, which hands the weights to its method; called by others it raises TypeError.
+    `minimize`, which hands the weights to its method; whoever calls it gets a TypeError.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ def regularized(
         )
 
     found = for_minimize_alone if l1 else with_terms
-    setattr(found, TERMS, AddedTerms(reduction, with_terms, l1))
+    setattr(found, TERMS, AddedTerms(reduction, with_terms if smooth else function, l1))
     return found
 
 

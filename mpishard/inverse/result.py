@@ -131,9 +131,9 @@ def result_of(
     found, values["gradient"] = {}, "gradient"
     counts = ""
     if at_reference is not None:
-        found["at_reference"], values["gradient"] = at_reference.count, "subgradient"
+        found["at_reference"], values["gradient"] = at_reference.here, "subgradient"
         where = "zero" if at_reference.is_zero else "at its reference"
-        counts = f"; {at_reference.count} of {at_reference.total} elements with an L1 term are exactly {where}"
+        counts = f"; {at_reference.here} of {at_reference.total} elements with an L1 term are exactly {where}"
     message = text.format(projected_norm=progress.projected_norm, **values) + (f": {'; '.join(hints)}" if hints else "")
     return OptimizeResult(
         x=x,

@@ -85,7 +85,7 @@ def whole_l1(
         return None, None
     if not _is_pair(l1) or l1[0] is None:
         raise ValueError(f"l1={shown(l1)} must be a pair (weight, reference), of which the second may be None")
-    return elements_of_l1("l1", *l1, specs, dtype)
+    return elements_of_l1("l1", l1[0], l1[1], specs, dtype)
 
 
 def elements_of_l1(

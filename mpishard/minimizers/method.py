@@ -254,7 +254,7 @@ class Progress:
 class AtReference(NamedTuple):
     """Elements that are at the reference of their L1 term, over all ranks."""
 
-    count: int
+    here: int
     total: int  # elements that have such a term
     is_zero: bool  # the reference of each is 0
 

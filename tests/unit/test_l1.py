@@ -227,7 +227,7 @@ def limits(size: int, dtype: Any = np.float64, everything: bool = False) -> Limi
 @pytest.mark.parametrize("everything", [False, True])
 def test_it_goes_on_from_its_metadata_at_every_call(everything: bool) -> None:
     found = check_restarts(LBFGSB(history=4, maxiter=20), rosenbrock(12), limits(12, everything=everything))
-    assert found.progress.iterations > 8 and 0 < found.at_reference.count < 12
+    assert found.progress.iterations > 8 and 0 < found.at_reference.here < 12
 
 
 @pytest.mark.parametrize("everything", [False, True])
