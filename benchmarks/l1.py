@@ -10,7 +10,8 @@ speed: evaluations of the function with its gradient, and seconds of processor t
 (1e-8) above the least that any method has found, as a share of it.  Beside mpishard FISTA, with restarts (O'Donoghue
 and Candes, 2015), and given the largest eigenvalue of the Hessian, which it would have to search for: an iteration is
 an evaluation.
---petsc: and OWL-QN of PETSc's TAO, by COMMAND, a Python with petsc4py, such as "env/bin/python3"; with its defaults.
+--petsc: and OWL-QN of PETSc's TAO, by COMMAND, a Python with petsc4py, such as "env/bin/python3"; with its defaults,
+of the function divided by this eigenvalue, without which its first step goes too far.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def by_tao(problem: Problem) -> None:
     """OWL-QN of PETSc, in a process of its own; prints its trace."""
     import petsc4py
 
-    petsc4py.init([sys.argv[0], "-tao_owlqn_lambda", repr(problem.weight)])
+    petsc4py.init([sys.argv[0], "-tao_owlqn_lambda", repr(problem.weight / problem.curvature)])
     from petsc4py import PETSc
 
     measured = Measured(problem)
@@ -170,13 +171,13 @@ def by_tao(problem: Problem) -> None:
 
     def evaluate(tao: Any, point: Any, gradient: Any) -> float:
         value, slope = measured(point.getArray(readonly=True).copy())
-        gradient.array[:] = slope
-        return value
+        gradient.array[:] = slope / problem.curvature
+        return value / problem.curvature
 
     tao = PETSc.TAO().create()
     tao.setType("owlqn")
     tao.setObjectiveGradient(evaluate, x.duplicate())
-    tao.setTolerances(gatol=1e-10 * problem.weight, grtol=0, gttol=0)
+    tao.setTolerances(gatol=1e-10 * problem.weight / problem.curvature, grtol=0, gttol=0)
     tao.setMaximumIterations(MOST)
     tao.setFromOptions()
     tao.solve(x)

@@ -190,11 +190,12 @@ class RegularizationTerm(ABC):
         return cells.gradient(self._bends(cells.differences(cells.field), cells.differences(moved)))
 
     def _field(self, x: Array) -> Array:
-        """The field less the reference, in float64 on its grid.  Collective where `x` has another shape than before."""
-        if self._checked != x.shape:
-            with raised_on_all(self._axis):
+        """The field less the reference, in float64 on its grid.  Collective."""
+        # In each call: a rank that has joined a run must not agree alone.
+        with raised_on_all(self._axis):
+            if self._checked != x.shape:
                 self._check_fits(x)
-            object.__setattr__(self, "_checked", x.shape)
+                object.__setattr__(self, "_checked", x.shape)
         field = x.reshape(x.shape if self.shape is None else self.shape).astype(np.float64)
         if self.reference is not None:
             field -= self.reference.reshape(field.shape if self.reference.ndim else ())

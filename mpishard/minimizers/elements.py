@@ -99,8 +99,10 @@ def elements_of_l1(
     references = whole_elements(f"{what}: the references", reference, specs, dtype, missing=0)
     assert weights is not None
     for name, values, least in (("weight", weights, 0.0), ("reference", references, -np.inf)):
-        wrong = [] if values is None else np.flatnonzero(~((values >= least) & np.isfinite(values)))
-        if values is not None and len(wrong):
+        if values is None:
+            continue
+        wrong = np.flatnonzero(~((values >= least) & np.isfinite(values)))
+        if len(wrong):
             where, more = element_name(int(wrong[0]), specs), " and not negative" * (name == "weight")
             raise ValueError(f"{what}: the {name} of {where} is {values[wrong[0]]:g}, and must be finite{more}")
     return weights, references
