@@ -77,17 +77,16 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_minima_are_those_of_coordinate_descent(form: str) -> None:
-    for seed in range(2):
-        function = LeastSquares(seed)
-        terms, of_descent, given = FORMS[form](function.weight, 60)
-        expected = function.descended(**of_descent)
-        found = minimize(regularized(function, terms), function.zeros, options=TIGHT, **given)
-        assert found.success and found.fun == pytest.approx(total(function, terms, found.x), rel=1e-14)
-        assert found.fun <= total(function, terms, expected) * (1 + 1e-13)
-        reference = np.broadcast_to(of_descent.get("reference", 0.0), 60)
-        assert np.array_equal(found.x == reference, expected == reference)  # the very bits
-        assert np.allclose(found.x, expected, rtol=0, atol=1e-6)  # the root of the rounding of a value of 1000
-        assert found.at_reference == ((found.x == reference) & (np.broadcast_to(of_descent["weights"], 60) > 0)).sum()
+    function = LeastSquares(len(form))  # of another seed each
+    terms, of_descent, given = FORMS[form](function.weight, 60)
+    expected = function.descended(**of_descent)
+    found = minimize(regularized(function, terms), function.zeros, options=TIGHT, **given)
+    assert found.success and found.fun == pytest.approx(total(function, terms, found.x), rel=1e-14)
+    assert found.fun <= total(function, terms, expected) * (1 + 1e-13)
+    reference = np.broadcast_to(of_descent.get("reference", 0.0), 60)
+    assert np.array_equal(found.x == reference, expected == reference)  # the very bits
+    assert np.allclose(found.x, expected, rtol=0, atol=1e-6)  # the root of the rounding of a value of 1000
+    assert found.at_reference == ((found.x == reference) & (np.broadcast_to(of_descent["weights"], 60) > 0)).sum()
 
 
 def logistic(x: Vector) -> tuple[float, Vector]:
@@ -151,7 +150,7 @@ def test_fixed_elements_count_in_the_value_alone() -> None:
     assert abs(found.jac[~fixed]).max() <= 1e-6 and not found.jac[fixed].any()
 
 
-def test_trees_names_and_float32() -> None:
+def test_trees_and_names() -> None:
     function = LeastSquares(1)
     weight, plain = function.weight, np.zeros(60)
     expected = minimize(regularized(function, L1({"x": weight}, mask=np.arange(60) < 40)), plain, options=TIGHT)
@@ -169,8 +168,13 @@ def test_trees_names_and_float32() -> None:
     fun = regularized(lambda p: function(p.flat), L1({"a": np.full((4, 10), weight)}))
     minimize(fun, named, options=TIGHT)
     assert np.array_equal(named.flat, expected.x)
-    narrow = minimize(regularized(function, L1(weight)), plain.astype(np.float32))
-    wide = minimize(regularized(function, L1(weight)), plain, options=TIGHT)
+
+
+@pytest.mark.full  # compiles much that no other test here needs
+def test_zeros_in_float32_are_those_in_float64() -> None:
+    function = LeastSquares(1)
+    fun = regularized(function, L1(function.weight))
+    narrow, wide = minimize(fun, np.zeros(60, np.float32)), minimize(fun, np.zeros(60), options=TIGHT)
     assert narrow.x.dtype == np.float32 and np.array_equal(narrow.x == 0, wide.x == 0)
 
 
@@ -214,26 +218,26 @@ def test_a_loop_of_ones_own_and_its_states() -> None:
 # The same bits from metadata at every call, on any ranks, and in device memory.
 
 
-def limits(size: int, dtype: Any = np.float64, everything: bool = False) -> Limits:
+def limits(size: int, everything: bool) -> Limits:
     """Terms around references; and bounds, a fixed element and scales."""
-    weights = np.where(np.arange(size) % 5 == 4, 0, np.linspace(0.5, 30, size)).astype(dtype)
-    terms = {"l1_weights": weights, "l1_reference": (np.arange(size) % 3 / 4).astype(dtype)}
+    weights = np.where(np.arange(size) % 5 == 4, 0, np.linspace(0.5, 30, size))
+    terms = {"l1_weights": weights, "l1_reference": np.arange(size) % 3 / 4}
     if not everything:
         return Limits(**terms)
-    sides = [np.linspace(*ends, size).astype(dtype) for ends in ((-1.3, 0.2), (0.8, 2.0), (1, 2), (0.5, 2))]
+    sides = [np.linspace(*ends, size) for ends in ((-1.3, 0.2), (0.8, 2.0), (1, 2), (0.5, 2))]
     return Limits(*sides[:2], fixed=np.arange(size) == 3, weights=sides[2], scaling=sides[3], **terms)
 
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_it_goes_on_from_its_metadata_at_every_call(everything: bool) -> None:
-    found = check_restarts(LBFGSB(history=4, maxiter=20), rosenbrock(12), limits(12, everything=everything))
+    found = check_restarts(LBFGSB(history=4, maxiter=20), rosenbrock(12), limits(12, everything))
     assert found.progress.iterations > 8 and 0 < found.at_reference.here < 12
 
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_same_bits_on_any_ranks(everything: bool) -> None:
     found, all_reduces = check_ranks(
-        LBFGSB(history=4, maxiter=20), rosenbrock(17), limits(17, everything=everything), [0, 0, 1, 2, 7, 17, 17]
+        LBFGSB(history=4, maxiter=20), rosenbrock(17), limits(17, everything), [0, 0, 1, 2, 7, 17, 17]
     )
     # One more an evaluation than with bounds alone, for the value of the terms.
     assert all_reduces <= 3 * found.progress.evaluations + 10 * (found.progress.iterations + 1)
@@ -242,8 +246,7 @@ def test_same_bits_on_any_ranks(everything: bool) -> None:
 @pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.pairs(1)
 def test_same_bits_on_a_device(device: Device, everything: bool) -> None:
-    given = limits(17, np.float32, everything)
-    check_device(device, LBFGSB(history=4, maxiter=12), rosenbrock(17, np.float32), given)
+    check_device(device, LBFGSB(history=4, maxiter=12), rosenbrock(17), limits(17, everything))
 
 
 def test_weights_of_zero_are_no_terms() -> None:
