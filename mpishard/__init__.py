@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mpishard.elastic.auto_layouts import AutoLayouts
     from mpishard.elastic.optimizer import ElasticOptimizer
     from mpishard.inverse import (
+        L1,
         BiLaplacianPrior,
         EvaluationFailed,
         OptimizeResult,
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from mpishard.training.saving import load_checkpoint, save_checkpoint
 
 __all__ = [
+    "L1",
     "LAMB",
     "LBFGS",
     "LBFGSB",
@@ -158,9 +160,9 @@ _MODULES = {
     "elastic.auto_layouts": "AutoLayouts",
     "elastic.optimizer": "ElasticOptimizer",
     "launch.signals": "Signals",
-    "inverse": "BiLaplacianPrior EvaluationFailed OptimizeResult ReverseCommunication SmoothedTotalVariation Tikhonov "
-    "augmented_lagrangian backward_in_time check_adjoint check_gradient covariance l_curve least_squares map_runs "
-    "minimize regularized",
+    "inverse": "BiLaplacianPrior EvaluationFailed L1 OptimizeResult ReverseCommunication SmoothedTotalVariation "
+    "Tikhonov augmented_lagrangian backward_in_time check_adjoint check_gradient covariance l_curve least_squares "
+    "map_runs minimize regularized",
     "layout.tensors": "ParameterSpec",
     "minimizers": "LBFGS LBFGSB NonlinearCG RieszMap TruncatedNewton",
     "optim": "Adagrad Adam AdamW LAMB Lion Muon ParameterGroup RMSprop SGD",

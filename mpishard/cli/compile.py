@@ -23,14 +23,14 @@ from mpishard.compression import (
     TopKCompressor,
     compressor,
 )
-from mpishard.minimizers import bounds
+from mpishard.minimizers import bounds, orthants
 from mpishard.minimizers import formulas as steps
 from mpishard.nn import kernels as layers
 from mpishard.optim import formulas as rules
 from mpishard.reduction.tree_sum import add_by_tree
 
 # The modules with formulas.  None that is imported here needs an MPI library: a container may have that of its host.
-_FORMULAS = (array, rules, steps, bounds, compressor)
+_FORMULAS = (array, rules, steps, bounds, orthants, compressor)
 _MASKS = ("free",)  # arrays of formulas that are of bool
 _COMPRESSORS = (Float16Compressor(), BFloat16Compressor(), Int8Compressor(), SignCompressor(), TopKCompressor())
 # Kernels of layers whose results may be the bits of bfloat16.

@@ -28,9 +28,11 @@ from mpishard.io import log
 from mpishard.layout.run_state import SLOT, whole_fact
 from mpishard.layout.tensors import cut_holding
 from mpishard.minimizers.elements import (
+    OfThisRank,
     OperatorOfThisRank,
     applied,
     check_inverse,
+    l1_of_this_rank,
     of_this_rank,
     operators,
     whole_limits,
@@ -59,7 +61,7 @@ Array = Any
 POINT = "point"
 _METADATA = "minimizer.json"
 _BATCHES = "batches"  # in the metadata
-_ABOUT_ELEMENTS = ("bounds", "fixed", "inner_product", "preconditioner")
+_ABOUT_ELEMENTS = ("bounds", "fixed", "inner_product", "preconditioner")  # and "l1", where it is given
 _BLOCK = 1 << 14  # elements of which options are hashed at once
 _ROUNDING = 1e-3  # the most by which losses of the ranks of one model may differ, as a share of them
 
@@ -78,16 +80,18 @@ def limits_of(
     parameters, ranges = strategy.parameters, strategy.ownership.own
     with raised_on_all(strategy.mesh.world):
         given = whole_limits(method, parameters.specs, parameters.dtype)
-    local = of_this_rank(method)
 
-    def own(option: np.ndarray | None) -> Array | None:
+    def own(option: np.ndarray | None, local: OfThisRank | None) -> Array | None:
         if option is None:
             return None
         found = cut_full(option, parameters, ranges) if local is None else _ranges(local.arranged(option), ranges)
         return arrays.on_device_of(found, parameters.like)
 
-    lower, upper, fixed, weights, scaling = map(own, given)
-    return Limits(lower, upper, fixed, weights, scaling, precondition, solve)
+    *others, l1_weights, l1_reference = given
+    local, local_l1 = of_this_rank(method), l1_of_this_rank(method)
+    lower, upper, fixed, weights, scaling = (own(option, local) for option in others)
+    l1_weights, l1_reference = own(l1_weights, local_l1), own(l1_reference, local_l1)
+    return Limits(lower, upper, fixed, weights, scaling, precondition, solve, l1_weights, l1_reference)
 
 
 def _ranges(flat: Array, ranges: Sequence[tuple[int, int]]) -> Array:
@@ -103,7 +107,8 @@ def hash_of_elements(strategy: Strategy, limits: Limits) -> int:
     parameters = strategy.parameters
     starts = itertools.accumulate((spec.size for spec in parameters.specs), initial=0)
     first = {spec.name: (spec, start) for spec, start in zip(parameters.specs, starts, strict=False)}
-    about = (limits.lower, limits.upper, limits.fixed, limits.weights, limits.scaling)
+    about = [limits.lower, limits.upper, limits.fixed, limits.weights, limits.scaling]
+    about += [limits.l1_weights, limits.l1_reference]
     given = [(place, arrays.to_host(option)) for place, option in enumerate(about) if option is not None]
     total = np.zeros(1, np.uint64)  # an array, whose sums wrap
     for piece in cut_holding(parameters.pieces, strategy.ownership.own):
@@ -402,6 +407,10 @@ class MinimizationState(OptimizerState):
         return self.minimization.progress.value if self.minimization.wanted is Wanted.PRODUCT else measured
 
     @property
+    def added_loss(self) -> float:
+        return self.minimization.added_value
+
+    @property
     def ended_batch(self) -> bool:
         return self.minimization.progress.accepted
 
@@ -468,7 +477,7 @@ class MinimizationState(OptimizerState):
                 check_inverse(product)
         with raised_on_all(self._optimizer.world):
             self._minimizer = self._method.make(self._space, self._rows[:-1], point, limits)
-        if of_this_rank(self._method) is not None:
+        if of_this_rank(self._method) is not None or l1_of_this_rank(self._method) is not None:
             self._hash = hash_of_elements(strategy, limits)
         for part, own in zip(strategy.ownership.state_views(point), strategy.values(), strict=True):
             part[...] = own
@@ -518,7 +527,8 @@ class MinimizationState(OptimizerState):
         if self._hash is not None:
             return f"{self._hash:x}"
         options = self.options()
-        return f"{fingerprint({name: options.get(name, '') for name in _ABOUT_ELEMENTS}):x}"
+        names = (*_ABOUT_ELEMENTS, *(["l1"] if getattr(self._method, "l1", None) is not None else []))
+        return f"{fingerprint({name: options.get(name, '') for name in names}):x}"
 
     def _operator(self, what: str, function: Callable[[Array], Array]) -> Callable[[Array], Array]:
         """A user's operator, named `what`, as one of this rank's elements."""

@@ -229,6 +229,11 @@ class OptimizerState(ABC):
         return measured
 
     @property
+    def added_loss(self) -> float:
+        """What terms of the optimizer's own have added to the loss of the last step."""
+        return 0.0
+
+    @property
     def ended_batch(self) -> bool:
         """True if the last step was the last one with its samples."""
         return True

@@ -8,8 +8,9 @@ ranks of a mesh, and ``functions``, with ``trees``, what users give; ``result`` 
 SciPy's names; ``inverse_hessian`` is a part of the result; ``finite_differences`` are for functions without a gradient.
 Beside it: ``sum_of_squares`` and ``residuals``, least squares, and ``fit_covariance``, the errors of a fit;
 ``elastic_minimization``; ``multipliers``, constraints; ``ensemble`` and ``parameter_choice``, many runs;
-``grid_prior``, a prior of fields; ``regularization`` and ``time_steps``, parts of users' functions, ``gradient_check``,
-with ``taylor``, and ``adjoint_check``, which test these, and ``pictures``.
+``grid_prior``, a prior of fields; ``regularization`` and ``l1``, terms; ``added_terms``, functions with them;
+``time_steps``, a part of such functions; ``gradient_check``, with ``taylor``, and ``adjoint_check``, tests of them;
+and ``pictures``.
 
 A name's module is imported when it is first asked for: `minimize` and `least_squares` without a mesh do without MPI.
 """
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 from mpishard.lazy import names_when_used
 
 if TYPE_CHECKING:
+    from mpishard.inverse.added_terms import regularized
     from mpishard.inverse.adjoint_check import AdjointCheck, check_adjoint
     from mpishard.inverse.ensemble import map_runs
     from mpishard.inverse.fit_covariance import Covariance, covariance
@@ -26,16 +28,18 @@ if TYPE_CHECKING:
     from mpishard.inverse.gradient_check import GradientCheck, check_gradient
     from mpishard.inverse.grid_prior import BiLaplacianPrior
     from mpishard.inverse.inverse_hessian import InverseHessian
+    from mpishard.inverse.l1 import L1
     from mpishard.inverse.minimization import minimize
     from mpishard.inverse.multipliers import augmented_lagrangian
     from mpishard.inverse.parameter_choice import LCurve, l_curve
-    from mpishard.inverse.regularization import SmoothedTotalVariation, Tikhonov, regularized
+    from mpishard.inverse.regularization import SmoothedTotalVariation, Tikhonov
     from mpishard.inverse.result import OptimizeResult
     from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
     from mpishard.inverse.sum_of_squares import least_squares
     from mpishard.inverse.time_steps import backward_in_time
 
 __all__ = [
+    "L1",
     "AdjointCheck",
     "BiLaplacianPrior",
     "Covariance",
@@ -73,9 +77,11 @@ if not TYPE_CHECKING:  # a type checker has the names from above
             "gradient_check": "GradientCheck check_gradient",
             "sum_of_squares": "least_squares",
             "inverse_hessian": "InverseHessian",
+            "l1": "L1",
             "minimization": "minimize",
             "parameter_choice": "LCurve l_curve",
-            "regularization": "SmoothedTotalVariation Tikhonov regularized",
+            "added_terms": "regularized",
+            "regularization": "SmoothedTotalVariation Tikhonov",
             "result": "OptimizeResult",
             "reverse_communication": "EvaluationRequest ReverseCommunication",
             "time_steps": "backward_in_time",

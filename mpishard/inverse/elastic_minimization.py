@@ -136,11 +136,11 @@ class ElasticMinimization:
         minimizer, method = self._minimizer, self._elastic.optimizer.rule
         assert isinstance(method, Method)
         progress, unknowns, reason = minimizer.progress, self._unknowns, found.stop_reason
-        gradient = self._gather(minimizer.row("base_gradient"))
+        gradient, at_reference = self._gather(minimizer.gradient), minimizer.at_reference
         unknowns.show()
         _, failure = max(self._mesh.world.allgather_object(self._failure), key=lambda each: each[0])
         hint = failure or unknowns.gradient_hint(reason)
-        result = result_of(unknowns.shown_to_user(), gradient, reason, method, progress, hint)
+        result = result_of(unknowns.shown_to_user(), gradient, reason, method, progress, hint, at_reference)
         result["jac"] = unknowns.like_x0(gradient)
         if self._has_inverse:
             from mpishard.inverse.inverse_hessian import InverseHessian

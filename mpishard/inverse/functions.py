@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 Array = Any
 _DIGITS = 52  # of float64
 _DIFFERENCES = "2-point", "3-point"  # the finite differences of `minimize`
-TERMS = "mpishard_terms"  # the attribute of a function to which `regularized` adds terms: its reduction
+TERMS = "mpishard_terms"  # the attribute of a function to which `regularized` has added terms
+
+
+class AddedTerms(NamedTuple):
+    """What `regularized` knows of such a function."""
+
+    reduction: str | None
+    smooth: Callable[..., Any]  # the function with those terms that have a gradient
+    l1: tuple[Any, ...]  # the L1 terms, which are the method's
 
 
 @known_to_all
@@ -77,7 +85,8 @@ class Functions:
                 f"jac={shown(jac)}: a gradient is needed; jac=True if fun returns (value, gradient), or jac=function"
                 f"{more}"
             )
-        self._fun = fun
+        self._terms: AddedTerms | None = getattr(fun, TERMS, None)
+        self._fun = fun if self._terms is None else self._terms.smooth
         self._jac = jac
         self._hessp = hessp
         self._args = args if isinstance(args, tuple) else (args,)
@@ -86,11 +95,21 @@ class Functions:
     @property
     def has_terms(self) -> bool:
         """Return True if the function is one of `regularized`."""
-        return hasattr(self._fun, TERMS)
+        return self._terms is not None
+
+    @property
+    def l1(self) -> tuple[Any, ...]:
+        """The L1 terms of the function, which the calls do without."""
+        return () if self._terms is None else self._terms.l1
+
+    @property
+    def l1_forms(self) -> str:
+        """What all ranks must have alike of these terms."""
+        return ", ".join("L1" if term.reference is None else "L1 with a reference" for term in self.l1)
 
     def check_terms(self, reduction: str | None) -> None:
         """Raise ValueError if terms of `regularized` would not count once with this reduction."""
-        given = getattr(self._fun, TERMS, reduction)
+        given = reduction if self._terms is None else self._terms.reduction
         if given != reduction:
             raise ValueError(
                 f"regularized has reduction={given!r}, and this call reduction={reduction!r}, so that the terms would "

@@ -16,7 +16,7 @@ from mpishard.comm.axis import Axis, rank_in_job
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data.sampling import share
-from mpishard.inverse.functions import Functions, opening, world_of
+from mpishard.inverse.functions import TERMS, Functions, opening, world_of
 from mpishard.inverse.pictures import draw_remainders
 from mpishard.inverse.taylor import TaylorTest, taylor_test
 from mpishard.inverse.unknowns import Unknowns
@@ -294,7 +294,8 @@ def check_gradient(
     Parameters
     ----------
     function : callable or OptimizationProblem
-        ``function(x) -> (value, gradient)``, as `minimize` takes it; or a problem, whose mean loss is checked.
+        ``function(x) -> (value, gradient)``, as `minimize` takes it; or a problem, whose mean loss is checked.  Of a
+        function with `L1` terms the rest is checked, and the verdict says so.
     x : array, FlatParameters, or dict, list or tuple of arrays, optional
         The point, not a minimum, as the `x0` of `minimize`: float32 or float64, else it becomes float64.  A
         FlatParameters has this rank's slice, and is the same afterwards.  Default: the start of the problem.
@@ -349,6 +350,8 @@ def check_gradient(
     if mesh is None and ranks > 1:
         alone = f"; on rank {rank} of {ranks} alone: mesh= checks the function of all of them"
         result = replace(result, verdict=result.verdict + alone)
+    if getattr(getattr(function, TERMS, None), "l1", ()):
+        result = replace(result, verdict=result.verdict + "; without the L1 terms, which minimize alone takes")
     if part.world.rank == 0:
         if disp:
             size = sum(spec.size for spec in part.point.specs)

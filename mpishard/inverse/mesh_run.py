@@ -135,9 +135,9 @@ class MeshRanks:
         if self.minimizer.wanted is Wanted.PRODUCT:
             self._state.tell_product(own)
         else:
-            self.value = total
             self.minimizer.take_digits(digits)
             self._state.tell_value(total, own)
+            self.value = total + self.minimizer.added_value
         if self.minimizer.stop_reason == "not finite":
             self._find_culprits(what.removeprefix("the "), value, flat, total, own)
 
@@ -455,7 +455,8 @@ class RunFiles:
         saved = self._value
         found = self._ranks.combined("the gradient", value, gradient, problem)
         assert found is not None
-        _, value, _ = found
+        minimizer = self._ranks.minimizer
+        value = found[1] + minimizer.added_at(minimizer.best)
         if not abs(value - saved) <= SAME_FUNCTION * max(abs(value), abs(saved)):
             raise ValueError(
                 f"the checkpoint in {self._checkpoints.folder} is of another function: its best iterate had the value "

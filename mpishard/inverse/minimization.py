@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpishard.arguments import integer, shown
 from mpishard.inverse.finite_differences import FiniteDifferences
 from mpishard.inverse.functions import Attempts, Callback, Functions, Watch, on_any, opening
+from mpishard.inverse.l1 import l1_option
 from mpishard.inverse.result import (
     LoopOptions,
     MinimizationOutcome,
@@ -197,9 +198,10 @@ def minimize(
             raise ValueError(
                 "hess= needs all elements of x0, which is split over ranks; give hessp= of this rank's part"
             )
-        chosen, loop = make_method(method, options, tol, unknowns.total, **unknowns.options(bounds, **known))
+        about = {**unknowns.options(bounds, **known), "l1": l1_option(functions.l1, unknowns)}
+        chosen, loop = make_method(method, options, tol, unknowns.total, **about)
         same |= {"method": type(chosen), "reduction": reduction, "samples": samples, "elastic": elastic}
-        same |= {"retries": loop.retries, "jac": functions.differences}
+        same |= {"retries": loop.retries, "jac": functions.differences, "L1": functions.l1_forms}
         same |= {"hess_inv": loop.hess_inv, "return_all": loop.return_all}
         _check_more_results(loop, chosen, workers is not None)
         if functions.differences is not None and mesh is not None:

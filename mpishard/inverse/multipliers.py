@@ -179,6 +179,8 @@ def augmented_lagrangian(
             raise ValueError(f"method={shown(method)} needs products with the Hessian; 'L-BFGS-B' and 'CG' do not")
         functions = Functions(fun, jac, None, args)
         functions.check_terms(reduction)
+        if functions.l1:
+            raise ValueError("augmented_lagrangian takes no L1 term, which minimize does; take a smooth term")
         run = _Multipliers(functions, constraints, adjoint, args, unknowns, world, reduction)
         run.penalty = number("penalty", penalty, above=0)
         gtol, ctol = number("gtol", gtol, least=0), number("ctol", ctol, least=0)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from types import EllipsisType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.comm.mesh import Mesh
-from mpishard.inverse.functions import TERMS, world_of
 from mpishard.inverse.stencils import (
     difference_mask,
     exchange_halo,
@@ -32,8 +31,6 @@ from mpishard.inverse.stencils import (
     second_adjoint,
     sum_of_cells,
 )
-from mpishard.inverse.unknowns import Unknowns, has_names
-from mpishard.layout.tensors import ParameterSpec
 from mpishard.parameters.partition import Partition
 
 Array = Any
@@ -51,11 +48,12 @@ class RegularizationTerm(ABC):
     Parameters
     ----------
     weight : float or array
-        Multiplies the density, if it is an array cell by cell; finite and not negative.
+        Multiplies the density, if it is an array cell by cell; finite and not negative.  Arrays have the shape of the
+        field, or are flat.
     spacing : float or sequence of float
         Between cells, in each dimension.  A density is multiplied by the product, the volume of a cell.
-    reference : array, optional
-        It is subtracted from the field first; default: 0.
+    reference : float or array, optional
+        It is subtracted from the field first; finite; default: 0.
     mask : array of bool, optional
         True for cells that count.  A difference counts if all of its cells do.
     shape : tuple of int, optional
@@ -88,8 +86,13 @@ class RegularizationTerm(ABC):
     mesh: Mesh | None = None
     partition: Partition | None = None
     exchange: Exchange | None = None
+    _checked: ClassVar[tuple[int, ...] | None]  # of each term: the shape of the field for which arrays were checked
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_checked", None)
+        for name in ("reference", "mask"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _as_array(getattr(self, name)))
         if np.ndim(self.weight) == 0:
             object.__setattr__(self, "weight", number("weight", self.weight, least=0))
         steps = self.spacing if isinstance(self.spacing, Sequence | np.ndarray) else [self.spacing]
@@ -106,6 +109,7 @@ class RegularizationTerm(ABC):
                     "shape= and box=, or take order=0"
                 )
         if np.ndim(self.weight):
+            object.__setattr__(self, "weight", _as_array(self.weight))
             smallest, largest = _range(self.weight)
             with raised_on_all(self._axis):
                 if not 0 <= smallest <= largest < np.inf:
@@ -187,13 +191,42 @@ class RegularizationTerm(ABC):
         return cells.gradient(self._bends(cells.differences(cells.field), cells.differences(moved)))
 
     def _field(self, x: Array) -> Array:
-        """The field less the reference, in float64 on its grid."""
+        """The field less the reference, in float64 on its grid.  Collective."""
+        # In each call: a rank that has joined a run must not agree alone.
+        with raised_on_all(self._axis):
+            if self._checked != x.shape:
+                self._check_fits(x)
+                object.__setattr__(self, "_checked", x.shape)
         field = x.reshape(x.shape if self.shape is None else self.shape).astype(np.float64)
-        if len(self.spacing) not in (1, field.ndim):
-            raise ValueError(f"spacing has {len(self.spacing)} numbers, but the field has {field.ndim} dimensions")
         if self.reference is not None:
-            field -= self.reference.reshape(field.shape)
+            field -= self.reference.reshape(field.shape if self.reference.ndim else ())
         return field
+
+    def _check_fits(self, x: Array) -> None:
+        """Raise ValueError if shape, spacing or an array do not fit a field."""
+        kind, shape = type(self).__name__, tuple(x.shape if self.shape is None else self.shape)
+        if prod(shape) != x.size:
+            raise ValueError(f"{kind}: shape={shape} has {prod(shape)} cells, but the field {x.size}; give its own")
+        if len(self.spacing) not in (1, len(shape)):
+            raise ValueError(
+                f"{kind}: spacing has {len(self.spacing)} numbers, but the field {len(shape)} dimensions; give one for "
+                "each, or one for all"
+            )
+        for name in ("weight", "reference", "mask"):
+            array = getattr(self, name)
+            if array is None or isinstance(array, float):
+                continue
+            if tuple(array.shape) not in (shape, (x.size,)) and not (name == "reference" and array.ndim == 0):
+                part = "" if isinstance(self._axis, OneRank) else " on this rank"
+                raise ValueError(
+                    f"{kind}: {name} has the shape {tuple(array.shape)}, but the field{part} {shape}; give an array of "
+                    "this shape, or a flat one as long"
+                )
+            smallest, largest = _range(array)
+            if name == "reference" and not -np.inf < smallest <= largest < np.inf:
+                raise ValueError(f"{kind}: reference is from {smallest:g} to {largest:g}, and must be finite")
+            if name == "mask" and not 0 <= smallest <= largest <= 1:
+                raise ValueError(f"{kind}: mask is from {smallest:g} to {largest:g}, and must be of True and False")
 
 
 class _Cells:
@@ -363,9 +396,12 @@ class SmoothedTotalVariation(RegularizationTerm):
         return [(other - each * share) / length for each, other in zip(differences, moved, strict=True)]
 
 
+def _as_array(values: Any) -> Array:
+    return values if hasattr(values, "reshape") else np.asarray(values)
+
+
 def _range(values: Array) -> tuple[float, float]:
     """The smallest and the largest value, NaN if one is NaN; zeros for an empty array."""
-    values = values if hasattr(values, "min") else np.asarray(values)
     return (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
 
 
@@ -375,207 +411,3 @@ def _squares(ones: list[Array], others: list[Array]) -> Array:
     for one, other in zip(ones[1:], others[1:], strict=True):
         total = total + one * other
     return total
-
-
-# Functions with terms that regularise: each term counts once, whatever samples and ranks there are.
-
-
-def regularized(
-    function: Callable[..., Any],
-    terms: RegularizationTerm | Sequence[RegularizationTerm],
-    *,
-    mesh: Mesh | None = None,
-    reduction: str | None = None,
-) -> Callable[..., Any]:
-    """A function with terms added, of which each counts once, however many samples and ranks there are.
-
-    The function that it returns is collective where a term is.
-
-    Parameters
-    ----------
-    function : callable
-        As `minimize` takes it, ``function(x)`` or ``function(x, samples)``; or as an OptimizationProblem does,
-        ``function(parameters, samples, gradients) -> loss``: to the loss and gradient of each sample every term is
-        added, so that the mean over samples has it once, along with them in every order.
-    terms : RegularizationTerm or sequence of them
-        What is added.
-    mesh : Mesh, optional
-        The mesh of `minimize`: for ``reduction="sum"``, and for fields of a FlatParameters that are cut over its tensor
-        axis, unless the term has a mesh, a `partition` or an `exchange`.  Then making the function is collective over
-        this axis, if a term has an array of weights.
-    reduction : {None, "sum"}
-        That of `minimize`: with ``"sum"`` one data rank adds the terms, with `samples` that of the first one.
-
-    Returns
-    -------
-    callable
-        Of the form of `function`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument is invalid, or a term has another mesh.  The function raises ValueError where a term does not fit
-        the way in which its field is cut.
-
-    Notes
-    -----
-    `minimize` takes the sum of a function over its N samples, and a term is added to the sum; an OptimizationProblem
-    takes the mean, and a term is added to the mean.  The minimum is the same if the weight in `minimize` is N times
-    that in the problem.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpishard import Tikhonov
-    >>> fun = regularized(lambda x: (0.0, np.zeros(3)), Tikhonov(weight=2.0))
-    >>> fun(np.array([0.0, 1.0, 3.0]))
-    (5.0, array([-2., -2.,  4.]))
-    """
-    chosen = list(terms) if isinstance(terms, Sequence) else [terms]
-    if not callable(function) or not all(isinstance(term, RegularizationTerm) for term in chosen):
-        raise TypeError(f"regularized needs a function and terms, got {shown(function)} and {shown(terms)}")
-    if reduction not in (None, "sum") or (reduction == "sum" and mesh is None):
-        raise ValueError(f'reduction={shown(reduction)} must be None, or "sum" with a mesh')
-    world_of(mesh)  # raises TypeError for what is no mesh
-    for term in chosen:
-        if mesh is not None and term.mesh is not None and term.mesh.tensor.size != mesh.tensor.size:
-            raise ValueError(
-                f"{type(term).__name__} has the mesh {term.mesh.sizes}, and regularized {mesh.sizes}; "
-                "leave mesh= out of the term"
-            )
-    summed = mesh is not None and reduction == "sum"
-    pairs = [(term, _over(term, mesh)) for term in chosen]
-
-    def for_minimize(x: Any, *samples: np.ndarray) -> tuple[float, Any]:
-        # The terms come with the first sample, or of parts of a sum with the first data rank.
-        if 0 not in samples[0] if samples else mesh is not None and summed and mesh.data.rank:
-            value, given = function(x, *samples)
-            return value, given
-        # A copy, unless x has names: the function may change the point that it is given.  A rank may have no values.
-        unknowns = Unknowns(x, may_be_empty=True)
-        value, given = function(x, *samples)
-        gradient = unknowns.vector("the gradient", given).copy()
-        for pair in pairs:
-            term = _fitting(x, *pair)
-            field, start = _array_and_start(unknowns, x, term)
-            added, slope = term.value_and_gradient(field)
-            # Every tensor rank has the value of the whole field, unless there is an exchange.
-            if not (summed and term.exchange is None and _tensor_rank(x, term)):
-                value = value + added
-            if not (summed and _is_partial(x, term) and _tensor_rank(x, term)):
-                gradient[start : start + slope.size] += slope.reshape(-1)
-        return value, unknowns.like_x0(gradient)
-
-    def for_problem(x: Any, samples: np.ndarray, gradients: Any) -> float:
-        if summed:
-            raise ValueError(
-                'reduction="sum" is for minimize; each data rank adds the terms to its samples of an '
-                "OptimizationProblem, so leave it out of regularized"
-            )
-        loss = function(x, samples, gradients)
-        for pair in pairs:
-            term = _fitting(x, *pair)
-            if not (len(samples) or term.mesh is not None):
-                continue
-            added, slope = term.value_and_gradient(_tensor(x, term))
-            if len(samples) and has_names(x):
-                if not (_is_partial(x, term) and _tensor_rank(x, term)):
-                    gradients[_name(x, term)] += len(samples) * slope
-            elif len(samples):
-                gradients += len(samples) * slope
-            loss = loss + len(samples) * added
-        return loss
-
-    def with_terms(x: Any, *rest: Any) -> Any:
-        return for_minimize(x, *rest) if len(rest) < 2 else for_problem(x, *rest)
-
-    setattr(with_terms, TERMS, reduction)
-    return with_terms
-
-
-def _over(term: RegularizationTerm, mesh: Mesh | None) -> RegularizationTerm:
-    """The term for a field that is cut over the tensor axis of the mesh, unless it says itself how it is cut."""
-    known = mesh is None or any(each is not None for each in (term.mesh, term.partition, term.exchange))
-    return term if known else replace(term, mesh=mesh)
-
-
-def _fitting(x: Any, term: RegularizationTerm, on_mesh: RegularizationTerm) -> RegularizationTerm:
-    """The term for a whole field, or `on_mesh` for one that is cut over tensor ranks; ValueError if it does not fit."""
-    if not has_names(x):
-        shared = on_mesh.mesh is not None and on_mesh.mesh.tensor.size > 1 and term.exchange is None
-        if shared and term.halo:
-            raise ValueError(
-                f"{type(term).__name__} takes differences, and those across the cuts of a Partition would be missing; "
-                "give it partition="
-            )
-        return on_mesh if shared else term
-    if x.place.tensor_size == 1:
-        return term
-    spec, place, kind = _spec(x, term), x.place, type(term).__name__
-    mesh = on_mesh.mesh
-    if mesh is not None and (mesh.tensor.size, mesh.tensor.rank) != (place.tensor_size, place.tensor_rank):
-        raise ValueError(f"{kind} has the mesh {mesh.sizes}, but x0 is cut over {place.tensor_size} tensor ranks")
-    if spec.tensor_dim is None:
-        if term.mesh is not None:
-            raise ValueError(
-                f"{kind} has a mesh, but {spec.name!r} is whole on all tensor ranks; leave mesh= out of it"
-            )
-        return term
-    if mesh is None and term.exchange is None:
-        raise ValueError(
-            f"{spec.name!r} is cut over {place.tensor_size} tensor ranks, and {kind} has no mesh, so it would miss the "
-            "differences across the cuts; give mesh= to regularized, or to the term"
-        )
-    if spec.tensor_dim and term.halo:
-        raise ValueError(
-            f"{spec.name!r} is cut along dimension {spec.tensor_dim}, but {kind} takes slabs along dimension 0; give "
-            "its ParameterSpec tensor_dim=0"
-        )
-    return on_mesh
-
-
-def _tensor_rank(x: Any, term: RegularizationTerm) -> int:
-    """The tensor rank that has this field; 0 if that is not known."""
-    if has_names(x):
-        return int(x.place.tensor_rank)
-    return term._axis.rank
-
-
-def _is_partial(x: Any, term: RegularizationTerm) -> bool:
-    """Return True if the gradient of this field is summed over tensor ranks."""
-    return has_names(x) and _spec(x, term).partial
-
-
-def _spec(x: Any, term: RegularizationTerm) -> ParameterSpec:
-    """What all ranks know of the field of a term in parameters with names."""
-    name, specs = _name(x, term), {spec.name: spec for spec in x.local}
-    if name not in specs:
-        raise ValueError(f"{type(term).__name__}: x0 has no array {name!r}; there are {', '.join(specs)}")
-    found: ParameterSpec = specs[name]
-    return found
-
-
-def _array_and_start(unknowns: Unknowns, x: Any, term: RegularizationTerm) -> tuple[Array, int]:
-    """The array of a term, and its place in a flat gradient."""
-    tree = unknowns.tree
-    if tree is None:
-        values = x if has_names(x) else unknowns.flat.reshape(np.shape(x))
-        return _tensor(values, term), x.layout.piece_of[_name(x, term)].start if has_names(x) else 0
-    leaves = {leaf.name: leaf for leaf in tree.leaves}
-    name = _name(leaves, term)
-    if name not in leaves:
-        raise ValueError(f"{type(term).__name__}: x0 has no array {name!r}; there are {', '.join(leaves)}")
-    leaf = leaves[name]
-    if leaf.is_complex:
-        raise TypeError(f"{type(term).__name__} is for real numbers, and x0 is complex; give its parts as two arrays")
-    return unknowns.flat[leaf.start : leaf.start + leaf.size].reshape(leaf.shape), leaf.start
-
-
-def _tensor(x: Any, term: RegularizationTerm) -> Array:
-    return x[_name(x, term)] if has_names(x) else x
-
-
-def _name(x: Any, term: RegularizationTerm) -> str:
-    if term.name is None and len(x) != 1:
-        raise ValueError(f"there are {len(x)} tensors; give {type(term).__name__} the name of one of them, name=...")
-    return term.name if term.name is not None else next(iter(x))

@@ -20,7 +20,7 @@ from mpishard.backend.exact import largest
 from mpishard.backend.exact_gram import ExactGram, SparseRows
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.inverse.finite_differences import DIFFERENCES, moves_of, slope_of, steps_of
-from mpishard.inverse.functions import EvaluationFailed
+from mpishard.inverse.functions import TERMS, EvaluationFailed
 from mpishard.inverse.trees import is_tree
 from mpishard.inverse.unknowns import Unknowns, has_names
 
@@ -127,6 +127,11 @@ class ResidualFunctions:
     ) -> None:
         if not callable(fun):
             raise TypeError(f"fun={shown(fun)} must be a function that returns the residuals")
+        if hasattr(fun, TERMS):
+            raise ValueError(
+                "fun is of regularized, whose terms are no squares of residuals: give minimize a function that returns "
+                "half of their sum and its gradient, with these terms"
+            )
         if not (callable(jac) or (isinstance(jac, str) and jac in DIFFERENCES)):
             names = ", ".join(map(repr, DIFFERENCES))
             raise ValueError(f"jac={shown(jac)} must be a function that returns the Jacobian, or one of {names}")

@@ -17,22 +17,23 @@ import numpy as np
 
 from mpishard import minimizers
 from mpishard.arguments import flag, integer, number, shown
-from mpishard.minimizers.method import FAILURES, Method, Progress
+from mpishard.minimizers.method import FAILURES, AtReference, Method, Progress
 
-# By reason of the end SciPy's status, and a sentence with the values of `Progress` and the method's options.
+# By reason of the end SciPy's status, and a sentence with the values of `Progress` and the method's options, and with
+# "gradient" or "subgradient".
 # 0: converged, 1: a limit is reached, 2: it cannot continue, 99: stopped by the callback, -1: it has not ended.
 _OUTCOMES = {
     "": (-1, "not ended: it wants another evaluation"),
-    "gradient": (0, "converged: the projected gradient's largest element {projected_norm:.3g} <= gtol={gtol:g}"),
+    "gradient": (0, "converged: the projected {gradient}'s largest element {projected_norm:.3g} <= gtol={gtol:g}"),
     "decrease": (
         0,
         "converged: the last iteration decreased the value by less than ftol={ftol:g}, relatively; the projected "
-        "gradient's largest element is {projected_norm:.3g}",
+        "{gradient}'s largest element is {projected_norm:.3g}",
     ),
     "step": (
         0,
         "converged: the last iteration moved no element by more than xtol={xtol:g}, relatively; the projected "
-        "gradient's largest element is {projected_norm:.3g}",
+        "{gradient}'s largest element is {projected_norm:.3g}",
     ),
     "iterations": (1, "stopped: the number of iterations reached maxiter={maxiter}"),
     "evaluations": (1, "stopped: the number of evaluations reached maxfun={maxfun}"),
@@ -74,7 +75,8 @@ class OptimizeResult(dict[str, Any]):
     fun : float
         The value there.
     jac : 1-D array, or dict, list or tuple of arrays
-        The gradient there, of a FlatParameters flat; with a start that is split over ranks this rank's part.
+        The gradient there, of a FlatParameters flat; with a start that is split over ranks this rank's part.  With
+        `L1` terms the subgradient of least norm, which is 0 at a minimum.
     nit, nfev, njev, nhev : int
         Iterations, values, gradients and Hessian products.
     status : int
@@ -88,6 +90,8 @@ class OptimizeResult(dict[str, Any]):
         With ``options={"hess_inv": True}``: the inverse Hessian there, see `mpishard.inverse.InverseHessian`.
     allvecs : list
         With ``options={"return_all": True}``: copies of the start and of the iterate after each iteration.
+    at_reference : int
+        With `L1` terms: how many of the elements with such a term are exactly zero, or at its reference.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -111,12 +115,21 @@ class OptimizeResult(dict[str, Any]):
         return "\n".join(f"{name:>{width}}: {line}" for name, line in lines.items())
 
 
-def result_of(x: Any, gradient: Any, reason: str, method: Method, progress: Progress, hint: str = "") -> OptimizeResult:
+def result_of(
+    x: Any,
+    gradient: Any,
+    reason: str,
+    method: Method,
+    progress: Progress,
+    hint: str = "",
+    at_reference: AtReference | None = None,
+) -> OptimizeResult:
     """The result of a minimisation that has ended for this reason.
 
     `x` is the best iterate, and `gradient` that there, which this function makes NaN where no value was finite.
     `reason` is of `Minimizer.stop_reason`, or "callback" or "seconds", and empty while the minimisation continues;
     `hint` goes into the message: what may be wrong, such as the ranks whose value or gradient is not finite.
+    `at_reference` is that of the `Minimizer`.
     """
     if math.isnan(progress.value):
         gradient[...] = math.nan
@@ -129,6 +142,12 @@ def result_of(x: Any, gradient: Any, reason: str, method: Method, progress: Prog
         hints.append(_HELD)
     if progress.not_finite and reason != "not finite":
         hints.append(_NOT_FINITE.format(progress.not_finite))
+    found, values["gradient"] = {}, "gradient"
+    counts = ""
+    if at_reference is not None:
+        found["at_reference"], values["gradient"] = at_reference.here, "subgradient"
+        where = "zero" if at_reference.is_zero else "at its reference"
+        counts = f"; {at_reference.here} of {at_reference.total} elements with an L1 term are exactly {where}"
     message = text.format(projected_norm=progress.projected_norm, **values) + (f": {'; '.join(hints)}" if hints else "")
     return OptimizeResult(
         x=x,
@@ -140,7 +159,8 @@ def result_of(x: Any, gradient: Any, reason: str, method: Method, progress: Prog
         nhev=progress.products,
         status=status,
         success=status == 0,
-        message=message,
+        message=message + counts,
+        **found,
     )
 
 
@@ -232,7 +252,7 @@ _ITERATIONS = 200  # for each unknown
 _RENAMED = {"maxcor": "history", "initial_trust_radius": "initial_radius", "max_trust_radius": "max_radius"}
 _COUNTS = {"maxiter", "maxfun", "maxls", "history", "maxcg"}
 # Fields of methods that are arguments of `minimize`.
-_ARGUMENTS = {"bounds", "fixed", "inner_product", "preconditioner"}
+_ARGUMENTS = {"bounds", "fixed", "inner_product", "preconditioner", "l1"}
 # SciPy's names for the conditions of Wolfe, and those of the line searches.
 _WOLFE = {"c1": ("ftol", "delta"), "c2": ("gtol", "sigma")}
 # What is here for methods and options of SciPy, TAO and ROL that are not.
@@ -286,8 +306,8 @@ def make_method(
 
     A name is SciPy's, in upper or lower case; a Method keeps its options except for those in `options`. `tol` is the
     default of the tolerances that stop the method, `size` the number of unknowns over all ranks; `elements` are
-    ``bounds``, ``fixed``, ``inner_product`` and ``preconditioner``, None leaves that of the method. Raises ValueError
-    or TypeError if a method or option does not exist or is invalid.
+    ``bounds``, ``l1``, ``fixed``, ``inner_product`` and ``preconditioner``, None leaves that of the method. Raises
+    ValueError or TypeError if a method or option does not exist or is invalid.
     """
     kind, tolerances = _class_of(method)
     options = {} if options is None else options
@@ -310,8 +330,11 @@ def make_method(
     for name, value in elements.items():
         if value is None:
             continue
+        what = "L1 terms" if name == "l1" else name
         if name not in names:
-            raise ValueError(f"{_label(method)} takes no {name}; method='L-BFGS-B' does")
+            raise ValueError(f"{_label(method)} takes no {what}; method='L-BFGS-B' does")
+        if name == "l1" and getattr(method, "l1", None) is not None:
+            raise ValueError(f"{_label(method)} and regularized both have L1 terms: give all of them to regularized")
         given[name] = value
     made: Method = replace(method, **given) if isinstance(method, Method) else kind(**given)
     return _with_wolfe(made, options), loop

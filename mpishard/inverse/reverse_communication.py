@@ -298,9 +298,9 @@ class ReverseCommunication:
             ranks.publish(self._best)
             self._is_published = False
             x = unknowns.shown_to_user()
-        gradient = ranks.gather(minimizer.row("base_gradient")).copy()
+        gradient, at_reference = ranks.gather(minimizer.gradient).copy(), minimizer.at_reference
         hint = ranks.culprits or unknowns.gradient_hint(self.stop_reason)
-        result = result_of(x, gradient, self.stop_reason, self._method, minimizer.progress, hint)
+        result = result_of(x, gradient, self.stop_reason, self._method, minimizer.progress, hint, at_reference)
         result["jac"] = unknowns.like_x0(gradient)
         self._result = result if self.has_ended else None
         return result
@@ -491,14 +491,14 @@ def _limits(method: Method, unknowns: Unknowns) -> Limits:
         return None if values is None else arrays.on_device_of(np.array(values), unknowns.flat)
 
     on_host = whole_limits(method, unknowns.specs, unknowns.flat.dtype)
-    lower, upper, fixed, weights, scaling = map(on_device, on_host)
+    lower, upper, fixed, weights, scaling, l1_weights, l1_reference = map(on_device, on_host)
     function, riesz = operators(method)
     precondition = None if function is None else partial(applied, "preconditioner", function)
     solve = None if riesz is None else partial(applied, "solve of RieszMap", riesz.solve)
     if riesz is not None and solve is not None:
         ones = on_device(np.ones(unknowns.size, unknowns.flat.dtype))
         check_inverse(solve(applied("apply of RieszMap", riesz.apply, ones)))
-    return Limits(lower, upper, fixed, weights, scaling, precondition, solve)
+    return Limits(lower, upper, fixed, weights, scaling, precondition, solve, l1_weights, l1_reference)
 
 
 def _hash(limits: Limits) -> str:
@@ -506,6 +506,8 @@ def _hash(limits: Limits) -> str:
     hasher = hashlib.blake2b(digest_size=8)
     for known in (limits.lower, limits.upper, limits.fixed, limits.weights, limits.scaling):
         hasher.update(b"none" if known is None else np.ascontiguousarray(arrays.to_host(known)).data)
+    for known in (limits.l1_weights, limits.l1_reference) if limits.l1_weights is not None else ():
+        hasher.update(b"zeros" if known is None else np.ascontiguousarray(arrays.to_host(known)).data)
     return f"{hasher.hexdigest()}{' and a function' if limits.precondition else ''}"
 
 

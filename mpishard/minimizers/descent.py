@@ -69,8 +69,7 @@ class Descent(Minimizer):
     def tell(self, value: float, gradient: Array) -> None:
         if self.wanted is not Wanted.GRADIENT:
             raise ValueError(f"this minimisation has ended ({self.stop_reason}); begin() starts another at its point")
-        gradient = self.bounds.moving(gradient)
-        (top,) = self.space.largest(gradient)
+        value, gradient, top = self._objective(value, self.bounds.moving(gradient))
         finite = math.isfinite(value) and math.isfinite(top)
         self.progress = replace(self.progress, evaluations=self.progress.evaluations + 1, accepted=False)
         if self._search is not None and not finite:
@@ -126,6 +125,15 @@ class Descent(Minimizer):
     @abstractmethod
     def _learn(self, gradient: Array, step: float, slope: float, slope_before: float) -> None:
         """Take note of the step from the base to the point, before the base goes there."""
+
+    def _objective(self, value: float, gradient: Array) -> tuple[float, Array, float]:
+        """The value and gradient that are minimised, from those of the function at the point; the largest element."""
+        (top,) = self.space.largest(gradient)
+        return value, gradient, top
+
+    def _steepest(self) -> Array:
+        """The gradient by which the base is measured; it may be in working memory."""
+        return self.base_gradient
 
     def _further_vectors(self) -> tuple[Array, ...]:
         """Vectors to measure with the base and its gradient, in one all-reduce; called after the base has moved."""
@@ -251,17 +259,18 @@ class Descent(Minimizer):
 
     def _measure(self) -> tuple[float, float, float]:
         """The largest elements of the base, of its gradient, and of its projected gradient."""
-        bounded, riesz = self.bounds.any, self.limits.riesz(self.base_gradient)
+        gradient = self._steepest()
+        bounded, riesz = self.bounds.any, self.limits.riesz(gradient)
+        measured = gradient if riesz is None else riesz
         vectors = [self.base] if self.method.xtol else []
-        if riesz is not None:
-            vectors.append(riesz)
+        if measured is not self.base_gradient:
+            vectors.append(measured)
         if bounded:
-            measured = self.base_gradient if riesz is None else riesz
             vectors.append(self.bounds.projected_gradient(self.base, measured, self._direction))
         more = self._further_vectors()
         found = iter(self.space.largest(*vectors, *more) if vectors or more else ())
         base_top = next(found) if self.method.xtol else 0.0
-        riesz_top = self._gradient_top if riesz is None else next(found)
+        riesz_top = self._gradient_top if measured is self.base_gradient else next(found)
         projected_top = next(found) if bounded else riesz_top
         self._take_further_tops(list(found))
         return base_top, riesz_top, projected_top

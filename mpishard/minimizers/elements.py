@@ -50,6 +50,8 @@ class WholeLimits(NamedTuple):
     fixed: np.ndarray | None
     weights: np.ndarray | None
     scaling: np.ndarray | None
+    l1_weights: np.ndarray | None
+    l1_reference: np.ndarray | None
 
 
 def whole_limits(method: Method, specs: Sequence[ParameterSpec], dtype: np.dtype) -> WholeLimits:
@@ -57,7 +59,7 @@ def whole_limits(method: Method, specs: Sequence[ParameterSpec], dtype: np.dtype
 
     Raises ValueError or TypeError that names the tensor or element if an option does not fit the parameters.
     """
-    local = of_this_rank(method)
+    local, l1 = of_this_rank(method), whole_l1(method, specs, dtype)
     specs = specs if local is None else local.specs
     bounds, fixed, weights, preconditioner = (
         option.value if isinstance(option, OfThisRank) else option for option in _options(method)
@@ -66,16 +68,55 @@ def whole_limits(method: Method, specs: Sequence[ParameterSpec], dtype: np.dtype
     fixed = whole_elements("fixed", fixed, specs, np.dtype(bool), missing=False)
     weights = None if isinstance(weights, RieszMap) else _positive("inner_product", weights, specs, dtype)
     if callable(preconditioner):
-        return WholeLimits(lower, upper, fixed, weights, None)
+        return WholeLimits(lower, upper, fixed, weights, None, *l1)
     scaling = _positive("preconditioner", preconditioner, specs, dtype)
     if scaling is None and weights is not None:
         scaling = 1 / weights
-    return WholeLimits(lower, upper, fixed, weights, scaling)
+    return WholeLimits(lower, upper, fixed, weights, scaling, *l1)
+
+
+def whole_l1(
+    method: Method, specs: Sequence[ParameterSpec], dtype: np.dtype
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Weights and references of the L1 terms of a method, as `whole_limits` has them; None without terms."""
+    local = l1_of_this_rank(method)
+    l1, specs = (getattr(method, "l1", None), specs) if local is None else (local.value, local.specs)
+    if l1 is None:
+        return None, None
+    if not _is_pair(l1) or l1[0] is None:
+        raise ValueError(f"l1={shown(l1)} must be a pair (weight, reference), of which the second may be None")
+    return elements_of_l1("l1", l1[0], l1[1], specs, dtype)
+
+
+def elements_of_l1(
+    what: str, weight: Any, reference: Any, specs: Sequence[ParameterSpec], dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Weights and references as flat arrays over all tensors; the latter None if none are given.
+
+    Raises TypeError or ValueError, with `what`, if they do not fit, or if one is not finite or a weight negative.
+    """
+    weights = whole_elements(f"{what}: the weights", weight, specs, dtype, missing=0)
+    references = whole_elements(f"{what}: the references", reference, specs, dtype, missing=0)
+    assert weights is not None
+    for name, values, least in (("weight", weights, 0.0), ("reference", references, -np.inf)):
+        if values is None:
+            continue
+        wrong = np.flatnonzero(~((values >= least) & np.isfinite(values)))
+        if len(wrong):
+            where, more = element_name(int(wrong[0]), specs), " and not negative" * (name == "weight")
+            raise ValueError(f"{what}: the {name} of {where} is {values[wrong[0]]:g}, and must be finite{more}")
+    return weights, references
 
 
 def of_this_rank(method: Method) -> OfThisRank | None:
-    """An option of a method that is given for the elements of this rank, if there is one; then all are."""
+    """An option, not `l1`, that is given for the elements of this rank, if there is one; then all are."""
     return next((option for option in _options(method) if isinstance(option, OfThisRank)), None)
+
+
+def l1_of_this_rank(method: Method) -> OfThisRank | None:
+    """The option `l1` of a method, if it is given for the elements of this rank."""
+    l1 = getattr(method, "l1", None)
+    return l1 if isinstance(l1, OfThisRank) else None
 
 
 def _options(method: Method) -> tuple[Any, Any, Any, Any]:

@@ -41,7 +41,9 @@ class Inverse(ABC):
 
 
 def expect_inverse(method: Method) -> None:
-    """Raise ValueError if a method learns nothing of the Hessian."""
+    """Raise ValueError if a method learns nothing of the Hessian, or there is none at the minimum."""
+    if getattr(method, "l1", None) is not None:
+        raise ValueError("hess_inv: a function with L1 terms has no Hessian at their references; leave hess_inv out")
     if not isinstance(method, LBFGS | TruncatedNewton):
         raise ValueError(
             f"hess_inv: {type(method).__name__} keeps nothing of the Hessian; 'L-BFGS-B' has its pairs, and "

@@ -1,10 +1,10 @@
-"""L-BFGS with bounds."""
+"""L-BFGS with bounds, and with terms ``weight |x - reference|``."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,8 @@ from mpishard.minimizers.cauchy import Breakpoints
 from mpishard.minimizers.formulas import divide, multiply
 from mpishard.minimizers.history import ReducedHistory
 from mpishard.minimizers.lbfgs import LBFGS, QuasiNewton
-from mpishard.minimizers.method import Elements, Limits
+from mpishard.minimizers.method import AtReference, Elements, Limits
+from mpishard.minimizers.orthants import Orthant
 from mpishard.minimizers.space import Space
 
 Array = Any
@@ -35,7 +36,7 @@ _MUCH = 5.0  # times the decrease that `ftol` asks for
 
 @dataclass(frozen=True, kw_only=True)
 class LBFGSB(LBFGS):
-    """The L-BFGS method with bounds; every point at which it evaluates is feasible.
+    """The L-BFGS method with bounds and L1 terms; every point at which it evaluates is feasible.
 
     An iteration minimises the quadratic model of the pairs along the projected path of steepest descent, as far as its
     first minimum: to the generalised Cauchy point.  Elements that have met their bounds there are held.  The minimum of
@@ -74,6 +75,10 @@ class LBFGSB(LBFGS):
     bounds : pair, mapping or None
         The lower and the upper bounds, each a number, a flat array as long as the parameters, or None; or by tensor
         name such pairs.
+    l1 : pair or None
+        Weights, not negative, and references of terms ``weight |x - reference|`` that are added to the function: each a
+        number, a flat array as long as the parameters, or by tensor name; None as reference: 0.  `minimize` makes it of
+        each `mpishard.L1`.
 
     Raises
     ------
@@ -85,15 +90,19 @@ class LBFGSB(LBFGS):
     R. H. Byrd, P. Lu, J. Nocedal and C. Zhu: A limited memory algorithm for bound constrained optimization.  SIAM
     Journal on Scientific Computing 16, 1190-1208 (1995).  J. L. Morales and J. Nocedal: Remark on "Algorithm 778:
     L-BFGS-B".  ACM Transactions on Mathematical Software 38, 7 (2011).  C. Zhu, R. H. Byrd, P. Lu and J. Nocedal:
-    Algorithm 778: L-BFGS-B.  ACM Transactions on Mathematical Software 23, 550-560 (1997).
+    Algorithm 778: L-BFGS-B.  ACM Transactions on Mathematical Software 23, 550-560 (1997).  G. Andrew and J. Gao:
+    Scalable training of L1-regularized log-linear models.  Proceedings of ICML, 33-40 (2007).
     """
 
     bounds: Elements = None
+    l1: Elements = None
 
     def make(self, space: Space, vectors: Array, point: Array, limits: Limits) -> QuasiNewton:
+        limits.expect_no_operators("LBFGSB")
+        if limits.l1_weights is not None:
+            return OrthantWiseQuasiNewton(self, space, vectors, point, limits)
         if limits.lower is None and limits.upper is None:
             return super().make(space, vectors, point, limits)
-        limits.expect_no_operators("LBFGSB")
         return BoundedQuasiNewton(self, space, vectors, point, limits)
 
 
@@ -105,6 +114,7 @@ class BoundedQuasiNewton(QuasiNewton):
     def __init__(self, method: LBFGSB, space: Space, vectors: Array, point: Array, limits: Limits) -> None:
         super().__init__(method, space, vectors, point, limits)
         self._bounded = self._boxed = True
+        self._lower, self._upper = self.bounds.lower, self.bounds.upper  # between which an iteration moves
         self._doubted = -1  # the last iteration with too short a step to end
         self._pair_waits = False  # for `_move_base` to write it
 
@@ -155,18 +165,22 @@ class BoundedQuasiNewton(QuasiNewton):
         problem, are at an end.
         """
         progress = self.progress
-        if progress.projected_norm <= _FAR * self.method.gtol or progress.step_length >= _SHORT:
+        if progress.projected_norm <= _FAR * self.method.gtol or not self._was_cut_short():
             return False
         again, self._doubted = progress.iterations == self._doubted + 1, progress.iterations
         if not again or not len(self.history):
             return not again
-        projected = self.bounds.projected_gradient(self.base, self.base_gradient, self._direction)
+        projected = self.bounds.projected_gradient(self.base, self._steepest(), self._direction)
         if self._root is not None:
             multiply(projected, projected, self._root)
         (top,) = self.space.largest(projected)
         (square,) = self.space.dots([(projected, projected)], [top * top])
         asked = max(self.method.ftol, self.epsilon) * max(abs(progress.value), 1.0)
         return self.history.gamma() * square > _MUCH * asked and self.forget()
+
+    def _was_cut_short(self) -> bool:
+        """Return True if an iteration with too small a change may be followed by one with a larger change."""
+        return self.progress.step_length < _SHORT
 
     def _further_vectors(self) -> tuple[Array, ...]:
         return (*self.history.opened, self._scaled_gradient())
@@ -178,7 +192,7 @@ class BoundedQuasiNewton(QuasiNewton):
 
     def _scaled_gradient(self) -> Array:
         """The gradient of elements that no bound holds in place, in scaled variables, in the memory of the point."""
-        keep_free(self._descent(self.point), self.base, self.bounds.lower, self.bounds.upper)
+        keep_free(self._descent(self.point), self.base, self._lower, self._upper)
         return self._scaled(self.point)
 
     def _descent(self, out: Array) -> Array:
@@ -200,7 +214,7 @@ class BoundedQuasiNewton(QuasiNewton):
 
     def _steps_to_bounds(self, index: Array) -> Array:
         """The steps of elements to the bounds to which steepest descent leads them, in scaled variables."""
-        lower, upper = self.bounds.lower, self.bounds.upper
+        lower, upper = self._lower, self._upper
         assert lower is not None and upper is not None
         bound = module_of(index).where(self.base_gradient[index] > 0, lower[index], upper[index])
         step = bound - self.base[index]
@@ -209,7 +223,7 @@ class BoundedQuasiNewton(QuasiNewton):
     def _find_direction(self) -> tuple[float, float, float, float]:
         # The point is working memory: it has the descent, in the user's variables and then in scaled ones.
         d, descent, initial_scaling = self._direction, self.point, self.method.initial_scaling
-        sides = self.bounds.lower, self.bounds.upper
+        sides = self._lower, self._upper
         gradient = self.base_gradient if self._root is None else self._descent(descent)
         (soonest,) = find_breakpoints(descent, d, self.base, gradient, *sides, math.inf)
         breakpoints = Breakpoints(d, soonest, self._steps_to_bounds)
@@ -244,9 +258,74 @@ class BoundedQuasiNewton(QuasiNewton):
     def _project_step(self, free: Array) -> tuple[float, float, float, float]:
         """Project the step; its largest element, its slope, its square, and one over the part inside of the bounds."""
         d, g = self._direction, self.base_gradient
-        top, closest = self.space.maxima(*project_step(d, free, self.base, g, self.bounds.lower, self.bounds.upper))
+        top, closest = self.space.maxima(*project_step(d, free, self.base, g, self._lower, self._upper))
         pairs, tops = [(g, d)], [self._gradient_top * top]
         if not self._has_scale:
             pairs, tops = [*pairs, (d, d)], [*tops, top * top]
         slope, *squares = self.space.dots(pairs, tops)
         return top, slope, (squares[0] if squares else math.nan), closest
+
+
+class OrthantWiseQuasiNewton(BoundedQuasiNewton):
+    """A minimisation by L-BFGS with L1 terms, and maybe with bounds. Methods are collective over the ranks.
+
+    The row of the gradient has that of the function alone. `base_gradient` has the slopes of the terms, too.
+    """
+
+    def __init__(self, method: LBFGSB, space: Space, vectors: Array, point: Array, limits: Limits) -> None:
+        if limits.lower is None and limits.upper is None:
+            lower = empty(space.size, space.like.dtype, like=space.like)
+            lower[...] = -math.inf
+            limits = replace(limits, lower=lower)
+        super().__init__(method, space, vectors, point, limits)
+        self.orthant = Orthant(limits, self.bounds, space)
+        self._lower, self._upper = self.orthant.lower, self.orthant.upper
+        self._plain_gradient = self._told = self.base_gradient
+        self.base_gradient = self.orthant.gradient
+
+    @property
+    def gradient(self) -> Array:
+        return self.orthant.smallest_subgradient()
+
+    @property
+    def at_reference(self) -> AtReference:
+        return self.orthant.at_reference(self.best)
+
+    def added_at(self, point: Array) -> float:
+        return self.orthant.value(point)
+
+    def restore(self, metadata: Mapping[str, Any]) -> None:
+        super().restore(metadata)
+        self.orthant.enter(self.base, self._plain_gradient)
+
+    def _objective(self, value: float, gradient: Array) -> tuple[float, Array, float]:
+        self._told = gradient
+        self.added_value, gradient, top = self.orthant.evaluate(self.point, gradient)
+        return value + self.added_value, gradient, top
+
+    @property
+    def _moves_at_once(self) -> bool:
+        return False
+
+    def _move_base(self, gradient: Array) -> tuple[float, float, float]:
+        self.base[:] = self.point
+        self._plain_gradient[:] = self._told
+        self.orthant.enter(self.base, self._told)
+        return self._measure()
+
+    def _steepest(self) -> Array:
+        return self.orthant.smallest_subgradient()
+
+    def _further_vectors(self) -> tuple[Array, ...]:
+        return (*super()._further_vectors(), self.base_gradient)
+
+    def _take_further_tops(self, tops: list[float]) -> None:
+        self._gradient_top = tops.pop()
+        super()._take_further_tops(tops)
+
+    def _was_cut_short(self) -> bool:
+        # Elements that have just come to their reference may move on, in another orthant.
+        return super()._was_cut_short() or self.orthant.leaving(self.base) > 0
+
+    def _try_step(self, step: float) -> None:
+        self.orthant.advance(self.point, self.base, self._direction, step)

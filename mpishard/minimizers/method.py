@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -177,7 +177,8 @@ class Limits:
     in one of two forms, up to a factor that the method chooses. `scaling` is its diagonal p, which is positive.
     ``precondition(vector)`` is its product with a vector of this rank's elements, and collective; it must be symmetric
     and positive definite. `solve` in place of `weights` is the Riesz map of an inner product that is no diagonal,
-    collective, too.
+    collective, too. Terms ``l1_weights |x - l1_reference|`` are added to the function; no weight is negative, and the
+    reference is None where it is 0 for all elements.
     """
 
     lower: Array | None = None
@@ -187,6 +188,8 @@ class Limits:
     scaling: Array | None = None
     precondition: Callable[[Array], Array] | None = None
     solve: Callable[[Array], Array] | None = None
+    l1_weights: Array | None = None
+    l1_reference: Array | None = None
 
     def __post_init__(self) -> None:
         if self.scaling is not None and self.precondition is not None:
@@ -199,13 +202,14 @@ class Limits:
         return None if self.weights is None else gradient / self.weights
 
     def expect_no_operators(self, method: str) -> None:
-        """Raise ValueError if there are bounds, and an inner product or preconditioner that is no diagonal."""
-        if self.lower is None and self.upper is None:
+        """Raise ValueError if there are bounds or L1 terms, and an inner product or preconditioner is no diagonal."""
+        if self.lower is None and self.upper is None and self.l1_weights is None:
             return
         what = "RieszMap as inner_product" if self.solve is not None else "function as preconditioner"
         if self.solve is not None or self.precondition is not None:
             raise ValueError(
-                f"{method} with bounds takes no {what}, since its steps would leave the free elements; give a diagonal"
+                f"{method} with bounds or L1 terms takes no {what}, since its steps would leave the free elements; "
+                "give a diagonal"
             )
 
     def expect_no_bounds(self, method: str) -> None:
@@ -247,6 +251,14 @@ class Progress:
     not_finite: int = 0  # evaluations in line searches whose value or gradient was NaN or infinite
 
 
+class AtReference(NamedTuple):
+    """Elements that are at the reference of their L1 term, over all ranks."""
+
+    here: int
+    total: int  # elements that have such a term
+    is_zero: bool  # the reference of each is 0
+
+
 class Minimizer(ABC):
     """One minimisation by one method; `begin`, `tell` and `tell_product` are collective over the ranks of the space.
 
@@ -268,6 +280,7 @@ class Minimizer(ABC):
         # again at the new iterate before the next direction, since pairs compare gradients of one function
         # (Schraudolph, Yu and Günter 2007, section 3.1.2).
         self.stochastic = False
+        self.added_value = 0.0  # what terms of the method's own, such as L1 terms, have added to the last value told
         self.vectors = vectors
         # For each row of `vectors` a number that is raised when the row is written, the same on all ranks, for those
         # who keep copies of the rows.  Empty, as at first, if the minimisation does not report its writes.
@@ -286,6 +299,20 @@ class Minimizer(ABC):
     def best(self) -> Array:
         """The last accepted iterate, also while a line search continues elsewhere; not a copy."""
         return self.point if self.stop_reason else self.row("base")
+
+    @property
+    def gradient(self) -> Array:
+        """The gradient at the last accepted iterate, with L1 terms the subgradient of least norm; not a copy."""
+        return self.row("base_gradient")
+
+    @property
+    def at_reference(self) -> AtReference | None:
+        """The elements of `best` that are at the reference of their L1 term; None without such terms.  Collective."""
+        return None
+
+    def added_at(self, point: Array) -> float:
+        """What terms of the method's own add to the value of the function at a point.  Collective."""
+        return 0.0
 
     @property
     def longest_finite_step(self) -> float:
@@ -338,7 +365,7 @@ class Minimizer(ABC):
 
 # A trial of saved numbers: can a method resume from them? Asked before anything changes.
 
-ELEMENTS = "elements"  # in the metadata: a hash of bounds, fixed elements, inner product and preconditioner
+ELEMENTS = "elements"  # in the metadata: a hash of bounds, L1 terms, fixed elements, inner product and preconditioner
 
 
 def check_metadata(method: Method, metadata: Mapping[str, Any], elements: str) -> None:
@@ -349,8 +376,9 @@ def check_metadata(method: Method, metadata: Mapping[str, Any], elements: str) -
     """
     if metadata.get(ELEMENTS, elements) != elements:
         raise ValueError(
-            "the state is of a run with other bounds, fixed elements, inner_product or preconditioner, on which what "
-            f"{type(method).__name__} has learned depends; give the same ones, or start from the saved parameters alone"
+            "the state is of a run with other bounds, L1 terms, fixed elements, inner_product or preconditioner, on "
+            f"which what {type(method).__name__} has learned depends; give the same ones, or start from the saved "
+            "parameters alone"
         )
     nothing = np.zeros(0)
     minimizer = method.make(LocalSpace(0, nothing), np.zeros((len(method.slots), 0)), nothing, Limits())

@@ -185,7 +185,7 @@ class TrainingRun:
                 nonfinite_loss=self.runner.nonfinite_loss,
                 interrupted=interrupts is not None and interrupts.came,
             )
-        return StepOutcome(loss, optimizer.state.counters.learning_rate, synchronized)
+        return StepOutcome(loss + optimizer.state.added_loss, optimizer.state.counters.learning_rate, synchronized)
 
     def finish_step(self, outcome: StepOutcome) -> None:
         """Count a step of `take_step`, and report it."""

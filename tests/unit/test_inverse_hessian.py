@@ -10,7 +10,7 @@ import pytest
 from descent import bowl, curvature, rosenbrock
 
 import mpishard
-from mpishard import FlatParameters, ReverseCommunication, minimize
+from mpishard import L1, FlatParameters, ReverseCommunication, minimize, regularized
 from mpishard.inverse.inverse_hessian import InverseHessian
 from mpishard.minimizers.inverses import InverseOfPairs
 
@@ -260,6 +260,8 @@ def test_what_is_refused():
     for name, option in (("hess_inv", "hess_inv"), ("allvecs", "return_all")):
         with pytest.raises(AttributeError, match=f"no '{name}', which options=.'{option}': True"):
             getattr(minimize(bowl, np.zeros(3)), name)
+    with pytest.raises(ValueError, match="hess_inv.*L1"):
+        minimize(regularized(bowl, L1(0.1)), np.zeros(3), options={"hess_inv": True})
     with pytest.raises(ValueError, match="hess_inv: NonlinearCG"):
         asked("CG")
     with pytest.raises(TypeError, match="hess_inv=3"):

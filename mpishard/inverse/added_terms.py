@@ -1,0 +1,234 @@
+"""Functions with terms that regularise: each term counts once, whatever samples and ranks there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpishard.arguments import shown
+from mpishard.comm.mesh import Mesh
+from mpishard.inverse.functions import TERMS, AddedTerms, world_of
+from mpishard.inverse.l1 import L1
+from mpishard.inverse.regularization import RegularizationTerm
+from mpishard.inverse.unknowns import Unknowns, has_names
+from mpishard.layout.tensors import ParameterSpec
+
+Array = Any
+
+
+def regularized(
+    function: Callable[..., Any],
+    terms: RegularizationTerm | L1 | Sequence[RegularizationTerm | L1],
+    *,
+    mesh: Mesh | None = None,
+    reduction: str | None = None,
+) -> Callable[..., Any]:
+    """A function with terms added, of which each counts once, however many samples and ranks there are.
+
+    The function that it returns is collective where a term is.  With an `L1` term, which has no gradient, it is for
+    `minimize`, which hands the weights to its method; whoever calls it gets a TypeError.
+
+    Parameters
+    ----------
+    function : callable
+        As `minimize` takes it, ``function(x)`` or ``function(x, samples)``; or as an OptimizationProblem does,
+        ``function(parameters, samples, gradients) -> loss``: to the loss and gradient of each sample every term is
+        added, so that the mean over samples has it once, along with them in every order.
+    terms : RegularizationTerm, L1 or sequence of them
+        What is added.
+    mesh : Mesh, optional
+        The mesh of `minimize`: for ``reduction="sum"``, and for fields of a FlatParameters that are cut over its tensor
+        axis, unless the term has a mesh, a `partition` or an `exchange`.  Then making the function is collective over
+        this axis, if a term has an array of weights.
+    reduction : {None, "sum"}
+        That of `minimize`: with ``"sum"`` one data rank adds the terms, with `samples` that of the first one.
+
+    Returns
+    -------
+    callable
+        Of the form of `function`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is invalid, or a term has another mesh.  The function raises ValueError where a term does not fit
+        the way in which its field is cut.
+
+    Notes
+    -----
+    `minimize` takes the sum of a function over its N samples, and a term is added to the sum; an OptimizationProblem
+    takes the mean, and a term is added to the mean.  The minimum is the same if the weight in `minimize` is N times
+    that in the problem.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpishard import Tikhonov
+    >>> fun = regularized(lambda x: (0.0, np.zeros(3)), Tikhonov(weight=2.0))
+    >>> fun(np.array([0.0, 1.0, 3.0]))
+    (5.0, array([-2., -2.,  4.]))
+    """
+    chosen = list(terms) if isinstance(terms, Sequence) else [terms]
+    if not callable(function) or not all(isinstance(term, RegularizationTerm | L1) for term in chosen):
+        raise TypeError(f"regularized needs a function and terms, got {shown(function)} and {shown(terms)}")
+    if reduction not in (None, "sum") or (reduction == "sum" and mesh is None):
+        raise ValueError(f'reduction={shown(reduction)} must be None, or "sum" with a mesh')
+    world_of(mesh)  # raises TypeError for what is no mesh
+    l1 = tuple(term for term in chosen if isinstance(term, L1))
+    smooth = [term for term in chosen if isinstance(term, RegularizationTerm)]
+    inner = getattr(function, TERMS, None)
+    if inner is not None and inner.l1:
+        function, l1 = inner.smooth, (*inner.l1, *l1)
+    for term in smooth:
+        if mesh is not None and term.mesh is not None and term.mesh.tensor.size != mesh.tensor.size:
+            raise ValueError(
+                f"{type(term).__name__} has the mesh {term.mesh.sizes}, and regularized {mesh.sizes}; "
+                "leave mesh= out of the term"
+            )
+    summed = mesh is not None and reduction == "sum"
+    pairs = [(term, _over(term, mesh)) for term in smooth]
+
+    def for_minimize(x: Any, *samples: np.ndarray) -> tuple[float, Any]:
+        # The terms come with the first sample, or of parts of a sum with the first data rank.
+        if 0 not in samples[0] if samples else mesh is not None and summed and mesh.data.rank:
+            value, given = function(x, *samples)
+            return value, given
+        # A copy, unless x has names: the function may change the point that it is given.  A rank may have no values.
+        unknowns = Unknowns(x, may_be_empty=True)
+        value, given = function(x, *samples)
+        gradient = unknowns.vector("the gradient", given).copy()
+        for pair in pairs:
+            term = _fitting(x, *pair)
+            field, start = _array_and_start(unknowns, x, term)
+            added, slope = term.value_and_gradient(field)
+            # Every tensor rank has the value of the whole field, unless there is an exchange.
+            if not (summed and term.exchange is None and _tensor_rank(x, term)):
+                value = value + added
+            if not (summed and _is_partial(x, term) and _tensor_rank(x, term)):
+                gradient[start : start + slope.size] += slope.reshape(-1)
+        return value, unknowns.like_x0(gradient)
+
+    def for_problem(x: Any, samples: np.ndarray, gradients: Any) -> float:
+        if summed:
+            raise ValueError(
+                'reduction="sum" is for minimize; each data rank adds the terms to its samples of an '
+                "OptimizationProblem, so leave it out of regularized"
+            )
+        loss = function(x, samples, gradients)
+        for pair in pairs:
+            term = _fitting(x, *pair)
+            if not (len(samples) or term.mesh is not None):
+                continue
+            added, slope = term.value_and_gradient(_tensor(x, term))
+            if len(samples) and has_names(x):
+                if not (_is_partial(x, term) and _tensor_rank(x, term)):
+                    gradients[_name(x, term)] += len(samples) * slope
+            elif len(samples):
+                gradients += len(samples) * slope
+            loss = loss + len(samples) * added
+        return loss
+
+    def with_terms(x: Any, *rest: Any) -> Any:
+        return for_minimize(x, *rest) if len(rest) < 2 else for_problem(x, *rest)
+
+    def for_minimize_alone(x: Any, *rest: Any) -> Any:
+        raise TypeError(
+            "a function with an L1 term has no gradient where elements are at its reference: give it to "
+            "mpishard.minimize; in a loop of your own, or in an OptimizationProblem, give the method the term, "
+            "mpishard.LBFGSB(l1=(weight, reference)), and the function without it"
+        )
+
+    found = for_minimize_alone if l1 else with_terms
+    setattr(found, TERMS, AddedTerms(reduction, with_terms if smooth else function, l1))
+    return found
+
+
+def _over(term: RegularizationTerm, mesh: Mesh | None) -> RegularizationTerm:
+    """The term for a field that is cut over the tensor axis of the mesh, unless it says itself how it is cut."""
+    known = mesh is None or any(each is not None for each in (term.mesh, term.partition, term.exchange))
+    return term if known else replace(term, mesh=mesh)
+
+
+def _fitting(x: Any, term: RegularizationTerm, on_mesh: RegularizationTerm) -> RegularizationTerm:
+    """The term for a whole field, or `on_mesh` for one that is cut over tensor ranks; ValueError if it does not fit."""
+    if not has_names(x):
+        shared = on_mesh.mesh is not None and on_mesh.mesh.tensor.size > 1 and term.exchange is None
+        if shared and term.halo:
+            raise ValueError(
+                f"{type(term).__name__} takes differences, and those across the cuts of a Partition would be missing; "
+                "give it partition="
+            )
+        return on_mesh if shared else term
+    if x.place.tensor_size == 1:
+        return term
+    spec, place, kind = _spec(x, term), x.place, type(term).__name__
+    mesh = on_mesh.mesh
+    if mesh is not None and (mesh.tensor.size, mesh.tensor.rank) != (place.tensor_size, place.tensor_rank):
+        raise ValueError(f"{kind} has the mesh {mesh.sizes}, but x0 is cut over {place.tensor_size} tensor ranks")
+    if spec.tensor_dim is None:
+        if term.mesh is not None:
+            raise ValueError(
+                f"{kind} has a mesh, but {spec.name!r} is whole on all tensor ranks; leave mesh= out of it"
+            )
+        return term
+    if mesh is None and term.exchange is None:
+        raise ValueError(
+            f"{spec.name!r} is cut over {place.tensor_size} tensor ranks, and {kind} has no mesh, so it would miss the "
+            "differences across the cuts; give mesh= to regularized, or to the term"
+        )
+    if spec.tensor_dim and term.halo:
+        raise ValueError(
+            f"{spec.name!r} is cut along dimension {spec.tensor_dim}, but {kind} takes slabs along dimension 0; give "
+            "its ParameterSpec tensor_dim=0"
+        )
+    return on_mesh
+
+
+def _tensor_rank(x: Any, term: RegularizationTerm) -> int:
+    """The tensor rank that has this field; 0 if that is not known."""
+    if has_names(x):
+        return int(x.place.tensor_rank)
+    return term._axis.rank
+
+
+def _is_partial(x: Any, term: RegularizationTerm) -> bool:
+    """Return True if the gradient of this field is summed over tensor ranks."""
+    return has_names(x) and _spec(x, term).partial
+
+
+def _spec(x: Any, term: RegularizationTerm) -> ParameterSpec:
+    """What all ranks know of the field of a term in parameters with names."""
+    name, specs = _name(x, term), {spec.name: spec for spec in x.local}
+    if name not in specs:
+        raise ValueError(f"{type(term).__name__}: x0 has no array {name!r}; there are {', '.join(specs)}")
+    found: ParameterSpec = specs[name]
+    return found
+
+
+def _array_and_start(unknowns: Unknowns, x: Any, term: RegularizationTerm) -> tuple[Array, int]:
+    """The array of a term, and its place in a flat gradient."""
+    tree = unknowns.tree
+    if tree is None:
+        values = x if has_names(x) else unknowns.flat.reshape(np.shape(x))
+        return _tensor(values, term), x.layout.piece_of[_name(x, term)].start if has_names(x) else 0
+    leaves = {leaf.name: leaf for leaf in tree.leaves}
+    name = _name(leaves, term)
+    if name not in leaves:
+        raise ValueError(f"{type(term).__name__}: x0 has no array {name!r}; there are {', '.join(leaves)}")
+    leaf = leaves[name]
+    if leaf.is_complex:
+        raise TypeError(f"{type(term).__name__} is for real numbers, and x0 is complex; give its parts as two arrays")
+    return unknowns.flat[leaf.start : leaf.start + leaf.size].reshape(leaf.shape), leaf.start
+
+
+def _tensor(x: Any, term: RegularizationTerm) -> Array:
+    return x[_name(x, term)] if has_names(x) else x
+
+
+def _name(x: Any, term: RegularizationTerm) -> str:
+    if term.name is None and len(x) != 1:
+        raise ValueError(f"there are {len(x)} tensors; give {type(term).__name__} the name of one of them, name=...")
+    return term.name if term.name is not None else next(iter(x))
