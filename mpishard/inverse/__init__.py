@@ -6,11 +6,14 @@ Output: a result with the fields of SciPy, the same on any number of ranks.
 Read ``minimization`` first, with the loop, then ``reverse_communication``, the minimisation in it, ``mesh_run``, the
 ranks of a mesh, and ``functions``, with ``trees``, what users give; ``result`` is what they get, and the options by
 SciPy's names; ``finite_differences`` are for functions without a gradient.  Beside it: ``sum_of_squares`` and
-``residuals``, least squares, and ``fit_covariance``, the errors of a fit; ``elastic_minimization``; ``multipliers``,
-constraints; ``ensemble`` and ``parameter_choice``, many runs; ``regularization`` and ``time_steps``, parts of users'
-functions, ``gradient_check``, with ``taylor``, and ``adjoint_check``, which test these, and ``pictures``.
+``residuals``, least squares, ``linear_problems``, linear ones, ``operators``, the matrices of both, whose rows are on
+ranks, ``iteration_files``, their checkpoints, and ``fit_covariance``, the errors of a fit; ``elastic_minimization``;
+``multipliers``, constraints; ``ensemble`` and ``parameter_choice``, many runs; ``regularization`` and ``time_steps``,
+parts of users' functions, ``gradient_check``, with ``taylor``, and ``adjoint_check``, which test these, and
+``pictures``.
 
-A name's module is imported when it is first asked for: `minimize` and `least_squares` without a mesh do without MPI.
+A name's module is imported when it is first asked for: without a mesh `minimize`, `least_squares` and `lsqr` do without
+MPI.
 """
 
 from typing import TYPE_CHECKING
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from mpishard.inverse.fit_covariance import Covariance, covariance
     from mpishard.inverse.functions import EvaluationFailed
     from mpishard.inverse.gradient_check import GradientCheck, check_gradient
+    from mpishard.inverse.linear_problems import LinearResult, cgls, lsqr
     from mpishard.inverse.minimization import minimize
     from mpishard.inverse.multipliers import augmented_lagrangian
     from mpishard.inverse.parameter_choice import LCurve, l_curve
@@ -39,17 +43,20 @@ __all__ = [
     "EvaluationRequest",
     "GradientCheck",
     "LCurve",
+    "LinearResult",
     "OptimizeResult",
     "ReverseCommunication",
     "SmoothedTotalVariation",
     "Tikhonov",
     "augmented_lagrangian",
     "backward_in_time",
+    "cgls",
     "check_adjoint",
     "check_gradient",
     "covariance",
     "l_curve",
     "least_squares",
+    "lsqr",
     "map_runs",
     "minimize",
     "regularized",
@@ -66,6 +73,7 @@ if not TYPE_CHECKING:  # a type checker has the names from above
             "adjoint_check": "AdjointCheck check_adjoint",
             "gradient_check": "GradientCheck check_gradient",
             "sum_of_squares": "least_squares",
+            "linear_problems": "LinearResult cgls lsqr",
             "minimization": "minimize",
             "parameter_choice": "LCurve l_curve",
             "regularization": "SmoothedTotalVariation Tikhonov regularized",
