@@ -14,11 +14,12 @@ from mpishard.arguments import flag, integer, number, shown
 from mpishard.comm.errors import OneRank
 from mpishard.inverse.functions import Callback, Watch, on_any, opening, world_of
 from mpishard.inverse.minimization import files_given
-from mpishard.inverse.operators import MatrixOnRanks, OwnRows, is_operator
+from mpishard.inverse.operators import MatrixOnRanks, OwnRows, RankSpace, is_operator
 from mpishard.inverse.result import OptimizeResult, count_of
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.launch.signals import Interrupts
 from mpishard.minimizers.linear_least_squares import CGLS, LSQR, LinearMethod, Tolerances, reason_to_stop
+from mpishard.minimizers.space import LocalSpace, Space
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
@@ -187,7 +188,7 @@ def lsqr(
     depend on the split, unless the unknowns are split and the rows with them.
 
     A rank keeps its rows of A, one vector of rows, and three of unknowns, four with `calc_var`.  Sparse rows are kept
-    with indices of 64 bits.  An iteration makes a product with A and one with ``A'``, and six all-reduces: one of 16
+    with indices of 64 bits.  An iteration makes a product with A and one with ``A'``, and four all-reduces: one of 16
     bytes a column, the others of a few numbers.
 
     References
@@ -339,9 +340,11 @@ def _solved(
         broadcast_start(mesh, start)
     if start is not None and not on_any(world, bool(start.any())):
         start = None
-    sharers = mesh.data if mesh is not None and unknowns.has_fields else world
-    own = OwnRows(matrix, "A")
-    method = kind(MatrixOnRanks(own, len(right), unknowns.given_size, unknowns.total, world, sharers), damp, calc_var)
+    space: Space = LocalSpace(unknowns.given_size, np.empty(0))
+    sharers = world
+    if mesh is not None and unknowns.has_fields:
+        space, sharers = RankSpace(unknowns.given_size, unknowns.total, mesh.tensor), mesh.data
+    method = kind(MatrixOnRanks(OwnRows(matrix, "A"), len(right), space, world, sharers), damp, calc_var)
     files: IterationFiles | None = None
     if mesh is not None:
         from mpishard.inverse.iteration_files import IterationFiles

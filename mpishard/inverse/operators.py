@@ -12,7 +12,6 @@ import numpy as np
 from mpishard.backend import exact_gram
 from mpishard.backend.exact_gram import SparseRows
 from mpishard.comm.errors import OneRank, raised_on_all
-from mpishard.layout.boxes import split
 from mpishard.minimizers.space import Space
 
 if TYPE_CHECKING:
@@ -76,10 +75,10 @@ def summed(rows: SparseRows, factors: Array, world: Axis | OneRank, tops: Array 
 
 
 class RankSpace(Space):
-    """Vectors of which each rank of `world` has a part, or all, and counts the elements in one span."""
+    """Vectors of which each rank of `world` has a part."""
 
-    def __init__(self, size: int, total: int, span: tuple[int, int], world: Axis | OneRank) -> None:
-        super().__init__(size, total, np.empty(0), [span])
+    def __init__(self, size: int, total: int, world: Axis | OneRank) -> None:
+        super().__init__(size, total, np.empty(0), [(0, size)])
         self._world = world
 
     def add(self, numbers: np.ndarray) -> None:
@@ -97,17 +96,18 @@ class RankSpace(Space):
 class MatrixOnRanks:
     """The matrix of a linear least-squares problem: `Matrix` of its methods.  Collective, its creation too.
 
-    All ranks of `world` have rows. `sharers` are those of them that have the same elements of the unknowns, `size` of
-    `total`: they add up their terms of the adjoint, and each of them counts an even share in sums. Raises ValueError on
-    all ranks if the matrix has an element that is not finite.
+    All ranks of `world` have rows, `rows` on this one. The `unknowns` are whole on all of them, or in parts; `sharers`
+    have the same ones as this rank, and add up their terms of the adjoint. Raises ValueError on all ranks if the matrix
+    has an element that is not finite.
     """
 
-    def __init__(self, own: OwnRows, rows: int, size: int, total: int, world: Axis | OneRank, sharers: Any) -> None:
+    def __init__(
+        self, own: OwnRows, rows: int, unknowns: Space, world: Axis | OneRank, sharers: Axis | OneRank
+    ) -> None:
         self._own, self._world, self._sharers = own, world, sharers
         count = world.all_reduce(np.array([rows], np.int64), label="control")
-        self.rows = RankSpace(rows, int(count[0]), (0, rows), world)
-        start, stop = split(size, sharers.size)[sharers.rank : sharers.rank + 2]
-        self.unknowns = RankSpace(size, total, (start, stop), world)
+        self.rows: Space = RankSpace(rows, int(count[0]), world)
+        self.unknowns = unknowns
         self._tops: Array | None = None  # the largest element of each column
         if own.sparse is not None:
             self._tops = sharers.all_reduce(own.sparse.tops(np.ones(rows)), op="max", label="dots")

@@ -231,10 +231,10 @@ class LSQR(LinearMethod):
         old, before = self._state, self.progress
         formulas.follow(self.u, self.matrix.times(self.v), -old.alpha)
         beta, top = _norm(rows, self.u, f"a product with A in iteration {before.itn + 1}")
-        alpha, anorm = old.alpha, before.anorm
+        alpha = old.alpha
+        anorm = math.sqrt(before.anorm * before.anorm + alpha * alpha + beta * beta + damp * damp)
         if beta > 0:
             self.u *= 1 / beta
-            anorm = math.sqrt(anorm * anorm + alpha * alpha + beta * beta + damp * damp)
             formulas.follow(self.v, self.matrix.adjoint(self.u, top / beta), -beta)
         tops = unknowns.largest(self.v, self.w)
         squares = unknowns.dots([(self.v, self.v), (self.w, self.w)], [top * top for top in tops])
@@ -273,7 +273,8 @@ class LSQR(LinearMethod):
             x_square=old.x_square + (right / gamma) ** 2,
         )
         r2norm = math.sqrt(state.phi_bar * state.phi_bar + state.psi_square)
-        square = r2norm * r2norm - damp * damp * state.x_square
+        xnorm = math.sqrt(old.x_square + last * last)
+        square = r2norm * r2norm - damp * damp * xnorm * xnorm
         self._state = state
         self.progress = LinearProgress(
             itn=before.itn + 1,
@@ -282,7 +283,7 @@ class LSQR(LinearMethod):
             anorm=anorm,
             acond=anorm * math.sqrt(state.d_square),
             arnorm=alpha * abs(tau),
-            xnorm=math.sqrt(old.x_square + last * last),
+            xnorm=xnorm,
             step_length=phi / rho,
         )
 
