@@ -49,7 +49,7 @@ class LinearResult(NamedTuple):
 
     Where there is an ``x0``, ``x - x0`` takes the place of x in norms.
 
-    Attributes
+    Parameters
     ----------
     x : array, or dict, list or tuple of arrays
         The last iterate, in the structure of ``x0``; of a `Partition` this rank's part.
@@ -70,10 +70,6 @@ class LinearResult(NamedTuple):
         ``|x|``.
     var : array, or dict, list or tuple of arrays, or None
         With ``calc_var=True`` estimates of the diagonal of the inverse of ``A'A + damp**2 I``, from below.
-    message : str
-        `istop` in words.
-    success : bool
-        Whether it has converged: `istop` is 0, 1, 2, 4 or 5.
     """
 
     x: Any
@@ -89,10 +85,12 @@ class LinearResult(NamedTuple):
 
     @property
     def message(self) -> str:
+        """`istop` in words."""
         return _MESSAGES[self.istop]
 
     @property
     def success(self) -> bool:
+        """Whether it has converged: `istop` is 0, 1, 2, 4 or 5."""
         return self.istop in (0, 1, 2, 4, 5)
 
     def __repr__(self) -> str:

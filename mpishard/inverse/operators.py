@@ -88,9 +88,10 @@ class RankSpace(Space):
         self._world.all_reduce(numbers, op="max", label="dots")
 
     def whole(self, vector: Array) -> Array:
-        raise NotImplementedError("the vectors of a linear problem stay where they are")
+        raise NotImplementedError("no rank has a whole vector")
 
-    own = whole
+    def own(self, whole: Array) -> Array:
+        raise NotImplementedError("no rank has a whole vector")
 
 
 class MatrixOnRanks:
