@@ -357,9 +357,8 @@ def _solved(
             _fill(method, unknowns, flat)
         files.begin_record(method.progress.itn, {"damp": damp, **vars(limits)})
     istop = _run(method, limits, unknowns, world, watcher, files, show)
-    found = {name: getattr(method.progress, name) for name in LinearResult._fields if hasattr(method.progress, name)}
     var = None if method.variances is None else unknowns.like_x0(method.variances)
-    return LinearResult(x=unknowns.like_x0(method.iterate()), istop=istop, var=var, **found)
+    return LinearResult(x=unknowns.like_x0(method.iterate()), istop=istop, var=var, **_norms(method))
 
 
 # The arguments.
@@ -480,9 +479,12 @@ def _run(
 
 
 def _intermediate(method: LinearMethod, unknowns: Unknowns) -> OptimizeResult:
-    found = vars(method.progress).copy()
-    del found["step_length"]
-    return OptimizeResult(x=unknowns.like_x0(method.iterate().copy()), **found)
+    return OptimizeResult(x=unknowns.like_x0(method.iterate().copy()), **_norms(method))
+
+
+def _norms(method: LinearMethod) -> dict[str, Any]:
+    """`itn` and the norms, as in the result."""
+    return {name: value for name, value in vars(method.progress).items() if name in LinearResult._fields}
 
 
 # What is saved: the vectors of the unknowns in the order of their specs, and that of the rows, rank after rank.

@@ -284,7 +284,7 @@ class LSQR(LinearMethod):
             acond=anorm * math.sqrt(state.d_square),
             arnorm=alpha * abs(tau),
             xnorm=xnorm,
-            step_length=phi / rho,
+            step_length=abs(phi) / rho,
         )
 
     def numbers(self) -> dict[str, Any]:
