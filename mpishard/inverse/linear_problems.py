@@ -348,7 +348,7 @@ def _solved(
         from mpishard.inverse.iteration_files import IterationFiles
 
         vectors = _vectors_of(method, unknowns, len(right), mesh)
-        name = f"{call} with damp={damp:g}"
+        name = f"{call} with damp={damp}"
         files = IterationFiles(mesh, checkpoints, resume, call, name, vectors, record)
     method.begin(right, start)
     if files is not None:
