@@ -423,8 +423,8 @@ def _matrix(A: Any, rows: int, unknowns: Unknowns | None) -> Any:
 
 def _tolerances(atol: Any, btol: Any, conlim: Any, iter_lim: Any, columns: int) -> Tolerances:
     most = 2 * columns if iter_lim is None else integer("iter_lim", count_of(iter_lim), least=0)
-    checked = (number(name, each, least=0) for name, each in (("atol", atol), ("btol", btol)))
-    return Tolerances(*checked, conlim=number("conlim", conlim, least=0, finite=False), iter_lim=most)
+    atol, btol = number("atol", atol, least=0), number("btol", btol, least=0)
+    return Tolerances(atol, btol, number("conlim", conlim, least=0, finite=False), most)
 
 
 # The loop.
