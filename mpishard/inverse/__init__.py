@@ -6,13 +6,15 @@ Output: a result with the fields of SciPy, the same on any number of ranks.
 Read ``minimization`` first, with the loop, then ``reverse_communication``, the minimisation in it, ``mesh_run``, the
 ranks of a mesh, and ``functions``, with ``trees``, what users give; ``result`` is what they get, and the options by
 SciPy's names; ``inverse_hessian`` is a part of the result; ``finite_differences`` are for functions without a gradient.
-Beside it: ``sum_of_squares`` and ``residuals``, least squares, and ``fit_covariance``, the errors of a fit;
-``elastic_minimization``; ``multipliers``, constraints; ``ensemble`` and ``parameter_choice``, many runs;
-``grid_prior``, a prior of fields; ``regularization`` and ``l1``, terms; ``added_terms``, functions with them;
-``time_steps``, a part of such functions; ``gradient_check``, with ``taylor``, and ``adjoint_check``, tests of them;
-and ``pictures``.
+Beside it: ``sum_of_squares`` and ``residuals``, least squares, ``linear_problems``, linear ones, ``operators``, the
+matrices of both, whose rows are on ranks, ``iteration_files``, their checkpoints, and ``fit_covariance``, the errors of
+a fit; ``elastic_minimization``; ``multipliers``, constraints; ``ensemble`` and ``parameter_choice``, many runs;
+``grid_prior``, a prior of fields; ``regularization`` and ``l1``, terms, ``added_terms``, functions with them, and
+``time_steps``, a part of such functions; ``gradient_check``, with ``taylor``, and ``adjoint_check``, tests of them; and
+``pictures``.
 
-A name's module is imported when it is first asked for: `minimize` and `least_squares` without a mesh do without MPI.
+A name's module is imported when it is first asked for: without a mesh `minimize`, `least_squares` and `lsqr` do without
+MPI.
 """
 
 from typing import TYPE_CHECKING
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from mpishard.inverse.grid_prior import BiLaplacianPrior
     from mpishard.inverse.inverse_hessian import InverseHessian
     from mpishard.inverse.l1 import L1
+    from mpishard.inverse.linear_problems import LinearResult, cgls, lsqr
     from mpishard.inverse.minimization import minimize
     from mpishard.inverse.multipliers import augmented_lagrangian
     from mpishard.inverse.parameter_choice import LCurve, l_curve
@@ -48,17 +51,20 @@ __all__ = [
     "GradientCheck",
     "InverseHessian",
     "LCurve",
+    "LinearResult",
     "OptimizeResult",
     "ReverseCommunication",
     "SmoothedTotalVariation",
     "Tikhonov",
     "augmented_lagrangian",
     "backward_in_time",
+    "cgls",
     "check_adjoint",
     "check_gradient",
     "covariance",
     "l_curve",
     "least_squares",
+    "lsqr",
     "map_runs",
     "minimize",
     "regularized",
@@ -78,6 +84,7 @@ if not TYPE_CHECKING:  # a type checker has the names from above
             "sum_of_squares": "least_squares",
             "inverse_hessian": "InverseHessian",
             "l1": "L1",
+            "linear_problems": "LinearResult cgls lsqr",
             "minimization": "minimize",
             "parameter_choice": "LCurve l_curve",
             "added_terms": "regularized",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ from mpishard.io import log
 from mpishard.launch.exit_codes import note_run
 from mpishard.launch.job_notes import ECHO
 from mpishard.launch.signals import Interrupts
-from mpishard.layout.run_state import PARAMETERS, RunState, Shard, brief
+from mpishard.layout.run_state import brief
 from mpishard.layout.tensors import ParameterSpec, Piece
-from mpishard.minimizers.least_squares import SAME_FUNCTION, Options, State
+from mpishard.minimizers.least_squares import SAME_FUNCTION
 from mpishard.minimizers.method import Method, Minimizer, Wanted
 from mpishard.parameters.flat import FlatParameters
 from mpishard.record import RunRecord
@@ -37,8 +37,6 @@ from mpishard.record import RunRecord
 Array = Any
 _HOW_TO_SUM = "say reduction='sum'"
 _START = "start.json"  # the fact about the start
-_SQUARES = "least_squares.json"  # the fact about a method for few unknowns, and its numbers
-_NUMBERS = ("cost", "optimality", "radius", "multiplier", "iterations", "nfev", "njev", "status")
 
 
 def parameters_of(unknowns: Unknowns) -> FlatParameters:
@@ -422,7 +420,7 @@ class RunFiles:
         if found is not None:
             state.report_changes(found.facts)
             state.restore(found.facts)
-            _report_resumed(found, self._checkpoints)
+            report_resumed(found, self._checkpoints)
             saved = found.facts["minimizer.json"]
             self._value = float(saved["progress"]["value"])
             begun = found.facts.get(_START, {}).get("norm", self._start)
@@ -502,78 +500,7 @@ class RunFiles:
         self._checkpoints.save(self._optimizer.state.capture().with_facts({_START: {"norm": self._start}}))
 
 
-def _report_resumed(found: Any, checkpoints: Any) -> None:
+def report_resumed(found: Any, checkpoints: Any) -> None:
     """Say on the first rank from which checkpoint a minimisation resumes."""
     if checkpoints.mesh.rank == 0:
         log.inform(f"resumes from step {found.facts['step']} of {checkpoints.folder}")
-
-
-class LeastSquaresFiles:
-    """Checkpoints of a method for few unknowns, which all ranks have: its iterate, and the numbers of its trust region.
-
-    A step is an iteration. `name` is that of the method. Collective over the mesh, its creation too. Raises as
-    `RunFiles`.
-    """
-
-    def __init__(self, mesh: Mesh, checkpoints: Any, resume: bool, name: str, size: int) -> None:
-        self._checkpoints = checkpoints
-        self._resumes = resume
-        self._name = name
-        self._flat = np.zeros(2 * size)
-        specs = ParameterSpec("x", (size,)), ParameterSpec("inverse scale", (size,))
-        self._named = FlatParameters.over(self._flat, specs)
-        self._counted = self._named.pieces if mesh.rank == 0 else ()
-        checkpoints.rehearse()
-        if mesh.rank == 0 and not resume and take_restart():
-            log.warn("this job was started again, and least_squares begins from x0 again; resume=True continues")
-
-    def load(self, options: Options) -> State | None:
-        """The state of the newest checkpoint; None without one, or if the run is not to resume."""
-        found = self._checkpoints.load(self._state({}), check=self._check) if self._resumes else None
-        if found is None:
-            return None
-        x, units = np.split(self._flat.copy(), 2)
-        numbers = dict(found.facts[_SQUARES])
-        if numbers.pop("tolerances") != _tolerances(options):
-            numbers["status"] = None  # with others the run has not ended
-        del numbers["method"]
-        _report_resumed(found, self._checkpoints)
-        return State(x, gradient=np.zeros(len(x)), units=units, **numbers)
-
-    def _check(self, facts: Mapping[str, Any]) -> None:
-        """Raise ValueError unless these are the facts of a checkpoint of this method."""
-        found = facts.get(_SQUARES)
-        saved: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
-        method = saved.get("method", "another function")
-        if method != self._name:
-            raise ValueError(
-                f"the checkpoint in {self._checkpoints.folder} is of {brief(method)}, and this is {self._name}; give "
-                "each its own folder, or resume=False"
-            )
-        numbers = {name: value for name, value in saved.items() if name not in ("method", "tolerances")}
-        if set(numbers) != set(_NUMBERS) or not all(isinstance(each, int | float | None) for each in numbers.values()):
-            raise ValueError(f"the checkpoint in {self._checkpoints.folder} has damaged numbers: {brief(dict(saved))}")
-
-    def iterated(self, state: State, options: Options) -> None:
-        """Save after an iteration, if that is due."""
-        if self._checkpoints.due(state.iterations):
-            self._save(state, options)
-
-    def end(self, state: State, options: Options) -> None:
-        """Save the last state."""
-        self._save(state, options)
-        self._checkpoints.wait()
-
-    def _save(self, state: State, options: Options) -> None:
-        self._flat[...] = np.concatenate([state.x, state.units])
-        numbers = {name: getattr(state, name) for name in _NUMBERS}
-        numbers |= {"method": self._name, "tolerances": _tolerances(options)}
-        self._checkpoints.save(self._state({"step": state.iterations, "optimizer": "least_squares", _SQUARES: numbers}))
-
-    def _state(self, facts: Mapping[str, Any]) -> RunState:
-        shard = Shard(PARAMETERS, self._flat, self._named.pieces, self._counted)
-        return RunState(self._named.specs, (shard,), facts)
-
-
-def _tolerances(options: Options) -> list[float]:
-    return [options.ftol, options.xtol, options.gtol]

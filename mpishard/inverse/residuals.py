@@ -21,6 +21,7 @@ from mpishard.backend.exact_gram import ExactGram, SparseRows
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.inverse.finite_differences import DIFFERENCES, moves_of, slope_of, steps_of
 from mpishard.inverse.functions import TERMS, EvaluationFailed
+from mpishard.inverse.operators import OwnRows, is_operator, summed
 from mpishard.inverse.trees import is_tree
 from mpishard.inverse.unknowns import Unknowns, has_names
 
@@ -182,7 +183,7 @@ class ResidualFunctions:
         if self._unknowns.tree is not None and is_tree(found):
             found = self._unknowns.tree.columns("jac", found, len(f))
         size = size_on_rank(x)
-        if hasattr(found, "tocsr") or (hasattr(found, "rmatvec") and hasattr(found, "matvec")):
+        if hasattr(found, "tocsr") or is_operator(found):
             shape = tuple(found.shape)
         else:
             found = _numbers("jac", found).astype(np.float64, copy=False)
@@ -354,30 +355,8 @@ class _Linearized:
     def __init__(self, f: Array, jacobian: Any, loss: Loss) -> None:
         self.f = f
         self.jacobian = jacobian
-        self.rows = None if hasattr(jacobian, "rmatvec") else SparseRows.of(jacobian)
+        self.rows = OwnRows(jacobian, "the Jacobian")
         self.of_gradient, self.of_hessian = loss.weights(f)
-
-    def times(self, vector: Array) -> Array:
-        """J times a vector."""
-        if self.rows is not None:
-            return self.rows.times(np.ascontiguousarray(vector, np.float64))
-        return _checked("matvec", self.jacobian.matvec(vector), len(self.f))
-
-    def weighted(self, factors: Array, size: int) -> tuple[SparseRows, Array]:
-        """Rows and their factors whose sum is the adjoint of J times the factors: of an operator one row, its sum."""
-        if self.rows is not None:
-            return self.rows, np.ascontiguousarray(factors)
-        found = _checked("rmatvec", self.jacobian.rmatvec(factors), size)
-        return SparseRows.of(found.reshape(1, -1)), np.ones(1)
-
-
-def summed(rows: SparseRows, factors: Array, world: Axis | OneRank) -> Array:
-    """The sum of rows times factors over all ranks, the same bits for any split.  Collective."""
-    tops = rows.tops(factors)
-    world.all_reduce(tops, op="max", label="dots")
-    words = rows.words(factors, tops)
-    world.all_reduce(words.reshape(-1), label="dots")
-    return exact_gram.values(words, tops)
 
 
 class GaussNewtonFunctions:
@@ -401,7 +380,7 @@ class GaussNewtonFunctions:
             here = self._linearized(x, key, *samples)
             with np.errstate(all="ignore"):
                 values = self._loss.values(here.f)
-            rows, factors = here.weighted(here.of_gradient * here.f, size_on_rank(x))
+            rows, factors = here.rows.adjoint_terms(here.of_gradient * here.f)
         value = 0.5 * sum_of_losses(self._loss, values, self._functions, self._world)
         if self._parts and self._world.rank:
             value = 0.0
@@ -414,8 +393,8 @@ class GaussNewtonFunctions:
         with raised_on_all(self._world):
             here = self._linearized(x, key, *samples)
             with raised_on_all(self._meeting):
-                along = here.times(direction)
-            rows, factors = here.weighted(here.of_hessian * along, size_on_rank(x))
+                along = here.rows.times(direction)
+            rows, factors = here.rows.adjoint_terms(here.of_hessian * along)
         return self._unknowns.like_x0(self._sum(rows, factors))
 
     def _rounded(self, gradient: Array) -> Array:
@@ -465,22 +444,13 @@ class GaussNewtonFunctions:
         x, key = self._point(x)
         with raised_on_all(self._world):
             here = self._linearized(x, key)
-            if here.rows is None:
+            rows = here.rows.sparse
+            if rows is None:
                 raise ValueError(
                     "x_scale='jac' needs the columns of the Jacobian, and jac returned an operator; give x_scale as "
                     "numbers, or preconditioner="
                 )
             # Not weighted by the loss, whose weights are near 0 far from the minimum.
-            rows, factors = here.rows._replace(data=here.rows.data * here.rows.data), np.ones(len(here.f))
+            rows, factors = rows._replace(data=rows.data * rows.data), np.ones(len(here.f))
         squares = self._sum(rows, factors)
         return 1 / np.where(squares > 0, squares, 1.0)
-
-
-def _checked(what: str, found: Any, size: int) -> Array:
-    """A product of an operator as a float64 array."""
-    found = np.asarray(found)
-    if found.dtype.kind not in "biuf":
-        raise TypeError(f"{what} of the Jacobian must return real numbers, got {found.dtype}")
-    if found.size != size:
-        raise ValueError(f"{what} of the Jacobian returned {found.size} elements of shape {found.shape}, not {size}")
-    return found.reshape(-1).astype(np.float64, copy=False)

@@ -33,7 +33,7 @@ from mpishard.minimizers.newton import GaussNewton
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
     from mpishard.comm.mesh import Mesh
-    from mpishard.inverse.mesh_run import LeastSquaresFiles
+    from mpishard.inverse.iteration_files import IterationFiles
     from mpishard.record import RunRecord
 
 Array = Any
@@ -60,6 +60,8 @@ _INSTEAD = {
 }
 # By reason of the end of the loop of `minimize`; the others are failures.
 _STATUS = {"gradient": 1, "decrease": 2, "step": 3, "evaluations": 0, "callback": _CALLBACK, "signal": _CALLBACK}
+# The numbers of a `State` in a checkpoint.
+_NUMBERS = ("cost", "optimality", "radius", "multiplier", "iterations", "nfev", "njev", "status")
 _HEAD = f"{'iteration':>9} {'evaluations':>11} {'cost':>17} {'optimality':>11}"
 
 
@@ -258,12 +260,13 @@ def least_squares(
         rows.are_dense_at(settings.start)
     if chosen == "cg":
         return settings.with_trees(by_products.run(functions, losses, watcher))
-    files: LeastSquaresFiles | None = None
-    if mesh is not None and (checkpoints is not None or resume):
-        from mpishard.inverse.mesh_run import LeastSquaresFiles
+    files: IterationFiles | None = None
+    if mesh is not None and checkpoints is not None:
+        from mpishard.inverse.iteration_files import IterationFiles, Vectors
 
         name = f"least_squares by {method}, {'with' if settings.options.scale is None else 'without'} x_scale='jac'"
-        files = LeastSquaresFiles(mesh, checkpoints, resume, name, len(settings.start))
+        vectors = Vectors.whole(mesh, {"x": len(settings.start), "inverse scale": len(settings.start)})
+        files = IterationFiles(mesh, checkpoints, resume, "least_squares", name, vectors)
     return settings.with_trees(_run(settings, rows, watcher, files))
 
 
@@ -583,14 +586,41 @@ def _message(status: int, options: Options, optimality: float) -> str:
     )
 
 
-def _run(settings: _Settings, rows: Rows, callback: Callback, files: LeastSquaresFiles | None) -> OptimizeResult:
+def _saved(state: State, options: Options) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """The numbers and the vectors from which a method for few unknowns continues."""
+    numbers = {name: getattr(state, name) for name in _NUMBERS}
+    return numbers | {"tolerances": [options.ftol, options.xtol, options.gtol]}, [state.x, state.units]
+
+
+def _resumed(files: IterationFiles, options: Options) -> State | None:
+    """The state of the newest checkpoint, if the run is to resume and there is one."""
+    nothing = np.zeros(0)
+    state = State(nothing, math.nan, nothing, nothing)
+
+    def take(numbers: Mapping[str, Any]) -> None:
+        found = {name: numbers[name] for name in _NUMBERS}
+        if not all(isinstance(each, int | float | None) for each in found.values()):
+            raise TypeError("they must be numbers")
+        if numbers["tolerances"] != [options.ftol, options.xtol, options.gtol]:
+            found["status"] = None  # with others the run has not ended
+        vars(state).update(found)
+
+    flat = files.load(take)
+    if flat is None:
+        return None
+    state.x, state.units = np.split(flat, 2)
+    state.gradient = np.zeros(len(state.x))
+    return state
+
+
+def _run(settings: _Settings, rows: Rows, callback: Callback, files: IterationFiles | None) -> OptimizeResult:
     """Iterate until the method or the callback ends it.  Collective."""
     is_first, watch = rows.world.rank == 0, Watch(rows.world, callback)
     shows = settings.verbose == 2 and is_first
     if shows:
         print(_HEAD)
     status = None
-    saved = None if files is None else files.load(settings.options)
+    saved = None if files is None else _resumed(files, settings.options)
     called = 0 if saved is None else saved.iterations  # the last iteration that the callback has seen
     for state in settings.iterate(rows, saved):
         if shows:
@@ -602,10 +632,10 @@ def _run(settings: _Settings, rows: Rows, callback: Callback, files: LeastSquare
                 status = _CALLBACK
                 break
         if files is not None and status is None and state.iterations:
-            files.iterated(state, settings.options)
+            files.iterated(state.iterations, partial(_saved, state, settings.options))
     assert status is not None
     if files is not None:
-        files.end(state, settings.options)
+        files.end(state.iterations, partial(_saved, state, settings.options))
     message = _message(status, settings.options, state.optimality)
     if settings.verbose and is_first:
         print(message, flush=True)

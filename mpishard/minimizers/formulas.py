@@ -85,3 +85,20 @@ def turn(d, r, /, beta):
     """``d = beta d - r``."""
     d = beta * d - r
     return d
+
+
+# LSQR.
+
+
+@elementwise
+def follow(v, d, /, factor):
+    """``v = d + factor v``."""
+    v = d + factor * v
+    return v
+
+
+@elementwise
+def add_squares(total, d, /, factor):
+    """``total += (factor d)^2``."""
+    total = total + (factor * d) * (factor * d)
+    return total

@@ -198,18 +198,40 @@ class SteihaugCG:
         if not math.isfinite(curvature):
             self.state = replace(state, ending=Ending.RANGE.value)
             return False
-        state = replace(state, asymmetry=self._asymmetry(state, curvature, mixed, square))
+        self.state = replace(state, asymmetry=self._asymmetry(state, curvature, mixed, square))
+        length = self._advance(curvature)
+        if length is None:
+            return False
+        formulas.move(self.residual, product, length)
+        return self._turn(length, 2 * length * mixed, length * length * square)
+
+    def tell_curvature(self, curvature: float) -> float | None:
+        """Take the Hessian's product with the direction from both sides, and move the step.
+
+        It begins an iteration in place of `tell_product`: returns by which multiple of the direction the step has
+        moved, and the caller computes the residual there anew, for `tell_residual`.  None if it was cut.
+        """
+        self.state = replace(self.state, products=self.state.products + 1)
+        return self._advance(curvature)
+
+    def tell_residual(self, length: float) -> bool:
+        """End an iteration that `tell_curvature` has begun; returns as `tell_product`."""
+        return self._turn(length, math.nan, math.nan)
+
+    def _advance(self, curvature: float) -> float | None:
+        """Move the step to the minimum along the direction: by this multiple of it.  None if it was cut instead."""
+        state = self.state
         length = state.residual_square / curvature if curvature else math.inf
         if state.radius == 0:
             state = replace(state, radius=min(_first_radius(length, state.direction_square), self.max_radius))
         step_square = state.step_square + length * (2 * state.step_direction + length * state.direction_square)
         if length < 0 or not step_square < state.radius * state.radius:
             self._cut(state, curvature)
-            return False
+            return None
         formulas.move(self.step, self.direction, length)
-        formulas.move(self.residual, product, length)
-        state = replace(state, decrease=state.decrease + 0.5 * length * state.residual_square, step_square=step_square)
-        return self._turn(state, length, 2 * length * mixed, length * length * square)
+        decrease = state.decrease + 0.5 * length * state.residual_square
+        self.state = replace(state, decrease=decrease, step_square=step_square)
+        return length
 
     def _asymmetry(self, state: SteihaugState, curvature: float, mixed: float, square: float) -> float:
         """The difference of the second product from a symmetric one; 0 for others, and where rounding hides it."""
@@ -241,8 +263,12 @@ class SteihaugCG:
             ending=(Ending.BOUNDARY if curvature > 0 else Ending.CURVATURE).value,
         )
 
-    def _turn(self, state: SteihaugState, length: float, mixed: float, square: float) -> bool:
-        """Take the next direction, unless the residual is small; `mixed` and `square` are the changes of its norm."""
+    def _turn(self, length: float, mixed: float, square: float) -> bool:
+        """Take the next direction, unless the residual is small.
+
+        `mixed` and `square` are the changes of its norm; where they are NaN the norm is computed anew.
+        """
+        state = self.state
         before = state.residual_square
         epsilon = self.space.epsilon
         after = before + mixed + square

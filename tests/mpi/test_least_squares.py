@@ -10,8 +10,7 @@ from residual_problems import Bundle, Curve, Diffusion
 
 import mpishard
 from mpishard import FlatParameters, ParameterSpec, covariance, least_squares
-from mpishard.inverse.mesh_run import LeastSquaresFiles
-from mpishard.minimizers.least_squares import Options, State
+from mpishard.inverse.iteration_files import IterationFiles, Vectors
 from mpishard.record import Run
 
 pytestmark = pytest.mark.pairs(1)
@@ -328,10 +327,12 @@ def test_an_exact_method_is_saved_and_continues(comm, mesh, folder, case):
 )
 def test_a_forged_checkpoint_writes_no_escapes(mesh, folder, name, words):
     name = name or "least_squares by trf, without x_scale='jac'"
-    options, zeros = Options(1e-8, 1e-8, 1e-8, 10, np.ones(4)), np.zeros(4)
+    vectors = Vectors.whole(mesh, {"x": 4, "inverse scale": 4})
+    numbers = dict.fromkeys(("cost", "optimality", "radius", "multiplier", "iterations", "nfev", "njev", "status"), 0.0)
+    numbers |= {"cost": "\x1b[31m", "tolerances": []}
     with mpishard.Checkpoints(folder, mesh) as checkpoints:
-        forged = LeastSquaresFiles(mesh, checkpoints, False, name, 4)
-        forged.end(State(CURVE.start, "\x1b[31m" if "least" in name else 0.0, zeros, zeros, iterations=1), options)
+        forged = IterationFiles(mesh, checkpoints, False, "least_squares", name, vectors)
+        forged.end(1, lambda: (numbers, [CURVE.start, np.zeros(4)]))
         with pytest.raises(ValueError, match=words) as raised:
             least_squares(CURVE.residuals, CURVE.start, mesh=mesh, checkpoints=checkpoints, resume=True)
     assert "\x1b" not in str(raised.value)

@@ -132,6 +132,13 @@ def grid_prior_on(at, x=np.zeros(12), **other):  # noqa: B008
     mpishard.BiLaplacianPrior((3, 4), **({"correlation_length": 2.0} | other)).on(x, at.mesh)
 
 
+def linear(solver):
+    def call(at, A=((1.0, 2.0), (0.0, 1.0)), b=(1.0, 3.0), **other):
+        return solver(np.array(A), b, mesh=at.mesh, **other)
+
+    return call
+
+
 def augmented(at, **other):
     def along_x(x, y):
         return np.full(4, y[0])
@@ -291,6 +298,25 @@ TABLE = [
         {"checkpoints": CHECKPOINTS},
         {"record": RECORD},
         {"record": 3},
+    ),
+    *(
+        case
+        for name in ("lsqr", "cgls")
+        for case in odd(
+            f"mpishard.{name}",
+            linear(getattr(mpishard, name)),
+            {"damp": 0.5},
+            {"damp": -1},
+            {"atol": 1e-3},
+            {"iter_lim": 1},
+            {"calc_var": True},
+            ({"b": (1.0,)}, "b 1 elements"),
+            ({"A": ((1.0,), (2.0,))}, "columns of A"),
+            {"x0": np.ones(2)},
+            {"resume": True},
+            {"checkpoints": CHECKPOINTS},
+            {"record": RECORD},
+        )
     ),
     *odd(
         "mpishard.covariance",
