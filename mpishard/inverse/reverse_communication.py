@@ -297,7 +297,7 @@ class ReverseCommunication:
             ranks.publish(self._best)
             self._is_published = False
             x = unknowns.shown_to_user()
-        gradient = ranks.gather(minimizer.row("base_gradient")).copy()
+        gradient = ranks.gather(minimizer.gradient).copy()
         hint = ranks.culprits or unknowns.gradient_hint(self.stop_reason)
         result = result_of(x, gradient, self.stop_reason, self._method, minimizer.progress, hint)
         result["jac"] = unknowns.like_x0(gradient)
@@ -439,6 +439,9 @@ class OneProcess:
     def gather(self, vector: Array) -> Array:
         return vector
 
+    def own(self, given: Array) -> Array:
+        return given.copy()
+
     def tell(self, what: str, value: float, vector: Any, problem: BaseException | None) -> None:
         may_fail = self.minimizer.wanted is Wanted.GRADIENT and self.minimizer.progress.evaluations > 0
         if may_fail and isinstance(problem, EvaluationFailed):
@@ -482,13 +485,11 @@ def _limits(method: Method, unknowns: Unknowns) -> Limits:
 
     on_host = whole_limits(method, unknowns.specs, unknowns.flat.dtype)
     lower, upper, fixed, weights, scaling = map(on_device, on_host)
-    function, riesz = operators(method)
-    precondition = None if function is None else partial(applied, "preconditioner", function)
-    solve = None if riesz is None else partial(applied, "solve of RieszMap", riesz.solve)
-    if riesz is not None and solve is not None:
+    functions = operators(method, lambda what, function: partial(applied, what, function))
+    if "solve" in functions:
         ones = on_device(np.ones(unknowns.size, unknowns.flat.dtype))
-        check_inverse(solve(applied("apply of RieszMap", riesz.apply, ones)))
-    return Limits(lower, upper, fixed, weights, scaling, precondition, solve)
+        check_inverse(functions["solve"](functions["apply"](ones)))
+    return Limits(lower, upper, fixed, weights, scaling, **functions)
 
 
 def _hash(limits: Limits) -> str:
