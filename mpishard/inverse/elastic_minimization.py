@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.results import TrainingState
@@ -129,10 +130,10 @@ class ElasticMinimization:
             resume=resume,
             record=record,
         )
-        minimizer, method = self._minimizer, self._elastic.optimizer.rule
+        minimizer, method = self.minimizer, self._elastic.optimizer.rule
         assert isinstance(method, Method)
         progress, unknowns, reason = minimizer.progress, self._unknowns, found.stop_reason
-        gradient = self._gather(minimizer.row("base_gradient"))
+        gradient = self.gather(minimizer.gradient)
         unknowns.show()
         _, failure = max(self._mesh.world.allgather_object(self._failure), key=lambda each: each[0])
         hint = failure or unknowns.gradient_hint(reason)
@@ -220,30 +221,42 @@ class ElasticMinimization:
             check_identical(f"values of {what}", np.repeat(of_groups, sharers), _HOW_TO_SUM)
         return value, False
 
-    # -- after an evaluation ------------------------------------------------------------------------------------------
+    # -- the vectors -------------------------------------------------------------------------------------------------
 
     @property
-    def _minimizer(self) -> Minimizer:
-        minimizer = self._elastic.optimizer.minimizer
-        assert minimizer is not None
-        return minimizer
+    def world(self) -> Axis:
+        return self._mesh.world
 
-    def _gather(self, vector: Array) -> Array:
+    @property
+    def minimizer(self) -> Minimizer:
+        return self._state.minimization
+
+    def gather(self, vector: Array) -> Array:
         """A vector of the minimisation as a new flat array, in the order that the user sees.  Collective."""
+        return self._unknowns.as_given(self._state.whole(vector))
+
+    def own(self, given: Array) -> Array:
+        """The reverse of `gather`, a copy."""
+        return self._state.own_part(self._unknowns.arranged(given)).copy()
+
+    @property
+    def _state(self) -> MinimizationState:
         state = self._elastic.optimizer.state
         assert isinstance(state, MinimizationState)
-        return self._unknowns.as_given(state.whole(vector))
+        return state
+
+    # -- after an evaluation ------------------------------------------------------------------------------------------
 
     def _after_evaluation(self, state: TrainingState[Any]) -> bool:
         """The callback of the run: returns True to stop. Collective over the workers."""
-        progress = self._minimizer.progress
+        progress = self.minimizer.progress
         is_row = progress.accepted or progress.evaluations == 1
         if is_row and progress.evaluations > self._evaluations and self._mesh.rank == 0:
             self._table.row(progress)
         self._evaluations = progress.evaluations
         if not (progress.accepted and self._watched):
             return False
-        best = self._gather(self._minimizer.best)
+        best = self.gather(self.minimizer.best)
 
         def make() -> OptimizeResult:
             return OptimizeResult(
