@@ -42,8 +42,11 @@ if TYPE_CHECKING:
     from mpishard.elastic.auto_layouts import AutoLayouts
     from mpishard.elastic.optimizer import ElasticOptimizer
     from mpishard.inverse import (
+        DiagonalPrior,
         EvaluationFailed,
+        OperatorPrior,
         OptimizeResult,
+        Prior,
         ReverseCommunication,
         SmoothedTotalVariation,
         Tikhonov,
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
         check_gradient,
         covariance,
         l_curve,
+        laplace,
         least_squares,
         map_runs,
         minimize,
@@ -82,6 +86,7 @@ __all__ = [
     "Checkpoints",
     "CollectiveMismatchError",
     "DDPOptimizer",
+    "DiagonalPrior",
     "EarlyStopping",
     "ElasticOptimizer",
     "Evaluation",
@@ -94,12 +99,14 @@ __all__ = [
     "Mesh",
     "Muon",
     "NonlinearCG",
+    "OperatorPrior",
     "OptimizationProblem",
     "OptimizationResult",
     "OptimizeResult",
     "ParameterGroup",
     "ParameterSpec",
     "Partition",
+    "Prior",
     "RMSprop",
     "Request",
     "ReverseCommunication",
@@ -127,6 +134,7 @@ __all__ = [
     "covariance",
     "inverse_square_root",
     "l_curve",
+    "laplace",
     "least_squares",
     "linear",
     "load_checkpoint",
@@ -156,9 +164,9 @@ _MODULES = {
     "elastic.auto_layouts": "AutoLayouts",
     "elastic.optimizer": "ElasticOptimizer",
     "launch.signals": "Signals",
-    "inverse": "EvaluationFailed OptimizeResult ReverseCommunication SmoothedTotalVariation Tikhonov "
-    "augmented_lagrangian backward_in_time check_adjoint check_gradient covariance l_curve least_squares map_runs "
-    "minimize regularized",
+    "inverse": "DiagonalPrior EvaluationFailed OperatorPrior OptimizeResult Prior ReverseCommunication "
+    "SmoothedTotalVariation Tikhonov augmented_lagrangian backward_in_time check_adjoint check_gradient covariance "
+    "l_curve laplace least_squares map_runs minimize regularized",
     "layout.tensors": "ParameterSpec",
     "minimizers": "LBFGS LBFGSB NonlinearCG RieszMap TruncatedNewton",
     "optim": "Adagrad Adam AdamW LAMB Lion Muon ParameterGroup RMSprop SGD",

@@ -6,9 +6,10 @@ Output: a result with the fields of SciPy, the same on any number of ranks.
 Read ``minimization`` first, with the loop, then ``reverse_communication``, the minimisation in it, ``mesh_run``, the
 ranks of a mesh, and ``functions``, with ``trees``, what users give; ``result`` is what they get, and the options by
 SciPy's names; ``finite_differences`` are for functions without a gradient.  Beside it: ``sum_of_squares`` and
-``residuals``, least squares, and ``fit_covariance``, the errors of a fit; ``elastic_minimization``; ``multipliers``,
-constraints; ``ensemble`` and ``parameter_choice``, many runs; ``regularization`` and ``time_steps``, parts of users'
-functions, ``gradient_check``, with ``taylor``, and ``adjoint_check``, which test these, and ``pictures``.
+``residuals``, least squares, and ``fit_covariance``, the errors of a fit; ``laplace_approximation`` with ``priors`` and
+``posterior``; ``elastic_minimization``; ``multipliers``, constraints; ``ensemble`` and ``parameter_choice``, many runs;
+``regularization`` and ``time_steps``, parts of users' functions, ``gradient_check``, with ``taylor``, and
+``adjoint_check``, which test these, and ``pictures``.
 
 A name's module is imported when it is first asked for: `minimize` and `least_squares` without a mesh do without MPI.
 """
@@ -23,9 +24,12 @@ if TYPE_CHECKING:
     from mpishard.inverse.fit_covariance import Covariance, covariance
     from mpishard.inverse.functions import EvaluationFailed
     from mpishard.inverse.gradient_check import GradientCheck, check_gradient
+    from mpishard.inverse.laplace_approximation import laplace
     from mpishard.inverse.minimization import minimize
     from mpishard.inverse.multipliers import augmented_lagrangian
     from mpishard.inverse.parameter_choice import LCurve, l_curve
+    from mpishard.inverse.posterior import LaplacePosterior
+    from mpishard.inverse.priors import DiagonalPrior, OperatorPrior, Prior
     from mpishard.inverse.regularization import SmoothedTotalVariation, Tikhonov, regularized
     from mpishard.inverse.result import OptimizeResult
     from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
@@ -35,11 +39,15 @@ if TYPE_CHECKING:
 __all__ = [
     "AdjointCheck",
     "Covariance",
+    "DiagonalPrior",
     "EvaluationFailed",
     "EvaluationRequest",
     "GradientCheck",
     "LCurve",
+    "LaplacePosterior",
+    "OperatorPrior",
     "OptimizeResult",
+    "Prior",
     "ReverseCommunication",
     "SmoothedTotalVariation",
     "Tikhonov",
@@ -49,6 +57,7 @@ __all__ = [
     "check_gradient",
     "covariance",
     "l_curve",
+    "laplace",
     "least_squares",
     "map_runs",
     "minimize",
@@ -67,6 +76,9 @@ if not TYPE_CHECKING:  # a type checker has the names from above
             "gradient_check": "GradientCheck check_gradient",
             "sum_of_squares": "least_squares",
             "minimization": "minimize",
+            "laplace_approximation": "laplace",
+            "posterior": "LaplacePosterior",
+            "priors": "DiagonalPrior OperatorPrior Prior",
             "parameter_choice": "LCurve l_curve",
             "regularization": "SmoothedTotalVariation Tikhonov regularized",
             "result": "OptimizeResult",

@@ -287,9 +287,12 @@ class DoublePassMinimizer(Minimizer):
             raise ValueError(f"DoublePass: the saved state cannot be restored: {error!r}") from None
         for name, value in options.items():
             if value != getattr(self.method, name):
-                raise ValueError(f"the saved state is of {name}={value}, and this is {getattr(self.method, name)}")
-        for what, ours, saved in zip(("x", "prior"), self._course.identity, identity, strict=False):
-            if not abs(ours - saved) <= _SAME * max(abs(ours), abs(saved)):
+                ours = getattr(self.method, name)
+                raise ValueError(
+                    f"the saved state is of {name}={value}, and this is {ours}: give the same, or start anew"
+                )
+        for what, own, saved in zip(("x", "prior"), self._course.identity, identity, strict=False):
+            if not abs(own - saved) <= _SAME * max(abs(own), abs(saved)):
                 raise ValueError(f"the checkpoint is of another {what}: give each its own folder, or resume=False")
         self.wanted, self.stop_reason, self.progress = wanted, reason, progress
         self._course, self._tops, self._columns = replace(course, identity=identity), tops, columns
