@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import listed
 from mpishard.backend import array as arrays
 from mpishard.backend.garbage import no_garbage_collection
 from mpishard.checkpoint import folder
@@ -131,7 +132,7 @@ def check_fits(contents: Contents, state: RunState) -> None:
             continue
         if dtype is None:
             raise ValueError(
-                f"{what} has no {shard.kind}, but {', '.join(contents.kinds)}; make the optimizer as it was when "
+                f"{what} has no {shard.kind}, but {listed(contents.kinds)}; make the optimizer as it was when "
                 "the checkpoint was saved, or load the parameters alone"
             )
         if dtype != shard.array.dtype:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from mpishard.data_parallel.strategies import Strategy, ZeRO1
 from mpishard.data_parallel.validation import check_copies, check_method
 from mpishard.io import log
 from mpishard.layout.run_state import SLOT, whole_fact
-from mpishard.layout.tensors import cut_holding
+from mpishard.layout.tensors import ParameterSpec, cut_holding
 from mpishard.minimizers.elements import (
     OfThisRank,
     OperatorOfThisRank,
@@ -62,17 +62,12 @@ POINT = "point"
 _METADATA = "minimizer.json"
 _BATCHES = "batches"  # in the metadata
 _ABOUT_ELEMENTS = ("bounds", "fixed", "inner_product", "preconditioner")  # and "l1", where it is given
-_BLOCK = 1 << 14  # elements of which options are hashed at once
+_BLOCK = 1 << 14  # elements that are numbered at once
 _ROUNDING = 1e-3  # the most by which losses of the ranks of one model may differ, as a share of them
 
 
-def limits_of(
-    method: Method,
-    strategy: Strategy,
-    precondition: Callable[[Array], Array] | None,
-    solve: Callable[[Array], Array] | None,
-) -> Limits:
-    """This rank's part of the options of a method; the functions are of this rank's elements.  Collective.
+def limits_of(method: Method, strategy: Strategy, functions: Mapping[str, Callable[[Array], Array]]) -> Limits:
+    """This rank's part of the options of a method, with its `operators`, the functions.  Collective.
 
     Raises ValueError or TypeError on all ranks if an option does not fit the parameters; the message names the tensor
     or the element.
@@ -91,7 +86,7 @@ def limits_of(
     local, local_l1 = of_this_rank(method), l1_of_this_rank(method)
     lower, upper, fixed, weights, scaling = (own(option, local) for option in others)
     l1_weights, l1_reference = own(l1_weights, local_l1), own(l1_reference, local_l1)
-    return Limits(lower, upper, fixed, weights, scaling, precondition, solve, l1_weights, l1_reference)
+    return Limits(lower, upper, fixed, weights, scaling, l1_weights=l1_weights, l1_reference=l1_reference, **functions)
 
 
 def _ranges(flat: Array, ranges: Sequence[tuple[int, int]]) -> Array:
@@ -105,27 +100,37 @@ def hash_of_elements(strategy: Strategy, limits: Limits) -> int:
     It is the sum over all elements of a hash of the element's number and what the options say of it.
     """
     parameters = strategy.parameters
-    starts = itertools.accumulate((spec.size for spec in parameters.specs), initial=0)
-    first = {spec.name: (spec, start) for spec, start in zip(parameters.specs, starts, strict=False)}
     about = [limits.lower, limits.upper, limits.fixed, limits.weights, limits.scaling]
     about += [limits.l1_weights, limits.l1_reference]
     given = [(place, arrays.to_host(option)) for place, option in enumerate(about) if option is not None]
     total = np.zeros(1, np.uint64)  # an array, whose sums wrap
-    for piece in cut_holding(parameters.pieces, strategy.ownership.own):
-        spec, number_of_first = first[piece.name]
-        # Blocks of elements stay in the cache while words of them are made.
-        for start in range(0, piece.size if parameters.place.is_primary(spec) else 0, _BLOCK):
-            stop = min(start + _BLOCK, piece.size)
-            within = np.unravel_index(np.arange(start, stop), piece.shape)
-            places = tuple(each + begin for each, (begin, _) in zip(within, piece.box, strict=True))
-            number = (np.ravel_multi_index(places, spec.shape) + number_of_first).astype(np.uint64)
-            for place, option in given:
-                values = option[piece.start + start : piece.start + stop].astype(np.float64) + 0.0
-                words = _mixed(_mixed(number + np.uint64(place << 56)) ^ values.view(np.uint64))
-                total += words.sum(dtype=np.uint64, keepdims=True)
+    for spec, start, numbers in numbered_elements(strategy):
+        for place, option in given if parameters.place.is_primary(spec) else ():
+            values = option[start : start + len(numbers)].astype(np.float64) + 0.0
+            words = _mixed(_mixed(numbers.astype(np.uint64) + np.uint64(place << 56)) ^ values.view(np.uint64))
+            total += words.sum(dtype=np.uint64, keepdims=True)
     found = total.view(np.int64)
     strategy.sync_group.all_reduce(found, label="control")
     return int(found.view(np.uint64)[0])
+
+
+def numbered_elements(strategy: Strategy) -> Iterator[tuple[ParameterSpec, int, np.ndarray]]:
+    """The elements that this rank updates, in blocks that stay in the cache: tensor, place of the first, their numbers.
+
+    The numbers, int64, are those in the flat order of the whole tensors.
+    """
+    parameters = strategy.parameters
+    starts = itertools.accumulate((spec.size for spec in parameters.specs), initial=0)
+    first = {spec.name: (spec, start) for spec, start in zip(parameters.specs, starts, strict=False)}
+    for piece in cut_holding(parameters.pieces, strategy.ownership.own):
+        spec, number_of_first = first[piece.name]
+        for start in range(0, piece.size, _BLOCK):
+            numbers = np.arange(start, min(start + _BLOCK, piece.size))
+            if piece.shape != spec.shape:
+                within = np.unravel_index(numbers, piece.shape)
+                places = tuple(each + begin for each, (begin, _) in zip(within, piece.box, strict=True))
+                numbers = np.ravel_multi_index(places, spec.shape)
+            yield spec, piece.start + start, numbers + number_of_first
 
 
 def _mixed(words: np.ndarray) -> np.ndarray:
@@ -167,6 +172,12 @@ class ShardedSpace(Space):
         host = np.asarray(arrays.to_host(whole), self.like.dtype)
         part = cut_full(host, self._strategy.parameters, self._strategy.ownership.own)
         return arrays.on_device_of(part, self.like)
+
+    def numbers(self) -> np.ndarray:
+        found = np.empty(self.size, np.int64)
+        for _, start, numbers in numbered_elements(self._strategy):
+            found[start : start + len(numbers)] = numbers
+        return found
 
 
 class MinimizationState(OptimizerState):
@@ -461,18 +472,11 @@ class MinimizationState(OptimizerState):
         self._space = ShardedSpace(strategy)
         self._gradient = arrays.empty(strategy.ownership.size, like.dtype, like=like)
         *_, point = self._rows
-        function, riesz = operators(self._method)
-        limits = limits_of(
-            self._method,
-            strategy,
-            None if function is None else self._operator("preconditioner", function),
-            None if riesz is None else self._operator("solve of RieszMap", riesz.solve),
-        )
-        if riesz is not None:
+        functions = operators(self._method, self._operator)
+        limits = limits_of(self._method, strategy, functions)
+        if "solve" in functions:
             ones = arrays.zeros(strategy.ownership.size, like.dtype, like=like) + like.dtype.type(1)
-            product = self._operator("solve of RieszMap", riesz.solve)(
-                self._operator("apply of RieszMap", riesz.apply)(ones)
-            )
+            product = functions["solve"](functions["apply"](ones))
             with raised_on_all(self._optimizer.world):
                 check_inverse(product)
         with raised_on_all(self._optimizer.world):

@@ -8,10 +8,10 @@ ranks of a mesh, and ``functions``, with ``trees``, what users give; ``result`` 
 SciPy's names; ``inverse_hessian`` is a part of the result; ``finite_differences`` are for functions without a gradient.
 Beside it: ``sum_of_squares`` and ``residuals``, least squares, ``linear_problems``, linear ones, ``operators``, the
 matrices of both, whose rows are on ranks, ``iteration_files``, their checkpoints, and ``fit_covariance``, the errors of
-a fit; ``elastic_minimization``; ``multipliers``, constraints; ``ensemble`` and ``parameter_choice``, many runs;
-``grid_prior``, a prior of fields; ``regularization`` and ``l1``, terms, ``added_terms``, functions with them, and
-``time_steps``, a part of such functions; ``gradient_check``, with ``taylor``, and ``adjoint_check``, tests of them; and
-``pictures``.
+a fit; ``laplace_approximation``, with ``priors``, ``grid_prior`` and ``posterior``; ``elastic_minimization``;
+``multipliers``, constraints; ``ensemble`` and ``parameter_choice``, many runs; ``regularization`` and ``l1``, terms,
+``added_terms``, functions with them, and ``time_steps``, a part of such functions; ``gradient_check``, with ``taylor``,
+and ``adjoint_check``, tests of them; and ``pictures``.
 
 A name's module is imported when it is first asked for: without a mesh `minimize`, `least_squares` and `lsqr` do without
 MPI.
@@ -31,10 +31,13 @@ if TYPE_CHECKING:
     from mpishard.inverse.grid_prior import BiLaplacianPrior
     from mpishard.inverse.inverse_hessian import InverseHessian
     from mpishard.inverse.l1 import L1
+    from mpishard.inverse.laplace_approximation import laplace
     from mpishard.inverse.linear_problems import LinearResult, cgls, lsqr
     from mpishard.inverse.minimization import minimize
     from mpishard.inverse.multipliers import augmented_lagrangian
     from mpishard.inverse.parameter_choice import LCurve, l_curve
+    from mpishard.inverse.posterior import LaplacePosterior
+    from mpishard.inverse.priors import DiagonalPrior, OperatorPrior, Prior
     from mpishard.inverse.regularization import SmoothedTotalVariation, Tikhonov
     from mpishard.inverse.result import OptimizeResult
     from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
@@ -46,13 +49,17 @@ __all__ = [
     "AdjointCheck",
     "BiLaplacianPrior",
     "Covariance",
+    "DiagonalPrior",
     "EvaluationFailed",
     "EvaluationRequest",
     "GradientCheck",
     "InverseHessian",
     "LCurve",
+    "LaplacePosterior",
     "LinearResult",
+    "OperatorPrior",
     "OptimizeResult",
+    "Prior",
     "ReverseCommunication",
     "SmoothedTotalVariation",
     "Tikhonov",
@@ -63,6 +70,7 @@ __all__ = [
     "check_gradient",
     "covariance",
     "l_curve",
+    "laplace",
     "least_squares",
     "lsqr",
     "map_runs",
@@ -86,6 +94,9 @@ if not TYPE_CHECKING:  # a type checker has the names from above
             "l1": "L1",
             "linear_problems": "LinearResult cgls lsqr",
             "minimization": "minimize",
+            "laplace_approximation": "laplace",
+            "posterior": "LaplacePosterior",
+            "priors": "DiagonalPrior OperatorPrior Prior",
             "parameter_choice": "LCurve l_curve",
             "added_terms": "regularized",
             "regularization": "SmoothedTotalVariation Tikhonov",

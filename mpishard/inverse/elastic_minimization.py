@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpishard.backend import array as arrays
+from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data.sampling import micro_batches
@@ -133,10 +134,10 @@ class ElasticMinimization:
             resume=resume,
             record=record,
         )
-        minimizer, method = self._minimizer, self._elastic.optimizer.rule
+        minimizer, method = self.minimizer, self._elastic.optimizer.rule
         assert isinstance(method, Method)
         progress, unknowns, reason = minimizer.progress, self._unknowns, found.stop_reason
-        gradient, at_reference = self._gather(minimizer.gradient), minimizer.at_reference
+        gradient, at_reference = self.gather(minimizer.gradient), minimizer.at_reference
         unknowns.show()
         _, failure = max(self._mesh.world.allgather_object(self._failure), key=lambda each: each[0])
         hint = failure or unknowns.gradient_hint(reason)
@@ -148,7 +149,7 @@ class ElasticMinimization:
 
             x = unknowns.copy_of(unknowns.shown) if minimizer.method.needs_products else None
             inverse = inverse_at_end(minimizer, lambda direction: self._product_after_end(x, direction))
-            result["hess_inv"] = InverseHessian(inverse, unknowns, self._own, self._gather, self._mesh)
+            result["hess_inv"] = InverseHessian(inverse, unknowns, self.own, self.gather, self._mesh)
         if self._mesh.rank == 0:
             self._table.end(result.message)
         return MinimizationOutcome(result, progress, reason)
@@ -238,7 +239,7 @@ class ElasticMinimization:
         order of the parts.
         """
         unknowns, data, count = self._unknowns, self._mesh.data, self._samples
-        along = unknowns.like_x0(self._gather(direction).copy())
+        along = unknowns.like_x0(self.gather(direction).copy())
         parts: list[tuple[np.ndarray, ...]] = [()]  # as arguments; all ranks compute a whole function
         if count is not None:
             parts = [(samples,) for samples in micro_batches(np.arange(count), -(-count // _CALLS))]
@@ -257,15 +258,25 @@ class ElasticMinimization:
                         raise attempt.problem
                     vector[...] = attempt.found
             total += data.broadcast(vector, number % data.size, label="product")
-        return self._own(total)
+        return self.own(total)
 
-    # -- after an evaluation ------------------------------------------------------------------------------------------
+    # -- the vectors -------------------------------------------------------------------------------------------------
 
     @property
-    def _minimizer(self) -> Minimizer:
-        minimizer = self._elastic.optimizer.minimizer
-        assert minimizer is not None
-        return minimizer
+    def world(self) -> Axis:
+        return self._mesh.world
+
+    @property
+    def minimizer(self) -> Minimizer:
+        return self._state.minimization
+
+    def gather(self, vector: Array) -> Array:
+        """A vector of the minimisation as a new flat array, in the order that the user sees.  Collective."""
+        return self._unknowns.as_given(self._state.whole(vector))
+
+    def own(self, given: Array) -> Array:
+        """The reverse of `gather`, a copy."""
+        return self._state.own_part(self._unknowns.arranged(given)).copy()
 
     @property
     def _state(self) -> MinimizationState:
@@ -273,24 +284,18 @@ class ElasticMinimization:
         assert isinstance(state, MinimizationState)
         return state
 
-    def _gather(self, vector: Array) -> Array:
-        """A vector of the minimisation as a new flat array, in the order that the user sees.  Collective."""
-        return self._unknowns.as_given(self._state.whole(vector))
-
-    def _own(self, flat: Array) -> Array:
-        """The reverse of `_gather`, also collective; valid until the next call."""
-        return self._state.own_part(self._unknowns.arranged(flat))
+    # -- after an evaluation ------------------------------------------------------------------------------------------
 
     def _after_evaluation(self, state: TrainingState[Any]) -> bool:
         """The callback of the run: returns True to stop. Collective over the workers."""
-        progress = self._minimizer.progress
+        progress = self.minimizer.progress
         is_row = progress.accepted or progress.evaluations == 1
         if is_row and progress.evaluations > self._evaluations and self._mesh.rank == 0:
             self._table.row(progress)
         self._evaluations = progress.evaluations
         if not (progress.accepted and self._watched):
             return False
-        best = self._gather(self._minimizer.best)
+        best = self.gather(self.minimizer.best)
 
         def make() -> OptimizeResult:
             return OptimizeResult(

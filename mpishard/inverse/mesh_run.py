@@ -110,9 +110,9 @@ class MeshRanks:
         """A vector of the minimizer as a new flat array, in the order that the user sees."""
         return self._unknowns.as_given(self._state.whole(vector))
 
-    def own(self, flat: Array) -> Array:
-        """This rank's part of a flat vector in the order that the user sees, only read; valid until the next call."""
-        return self._state.own_part(self._unknowns.arranged(flat))
+    def own(self, given: Array) -> Array:
+        """The reverse of `gather`, a copy."""
+        return self._state.own_part(self._unknowns.arranged(given)).copy()
 
     # -- an evaluation ------------------------------------------------------------------------------------------------
 
@@ -398,12 +398,13 @@ class RunFiles:
             if resume:
                 self._resume()
         if ranks.mesh.rank == 0 and not resume and not self._optimizer.clock and take_restart():
-            log.warn(f"this job was started again, and the minimization begins from x0 again; {self._how_to_resume}")
+            call = ranks.minimizer.method.call
+            log.warn(f"this job was started again, and {call} begins from x0 again; {self._how_to_resume}")
         if record is not None:
             parameters = ranks.parameters
             record.begin(
                 {
-                    "optimizer": "minimize",
+                    "optimizer": ranks.minimizer.method.call,
                     "rule": self._optimizer.rule.configuration(),
                     "configuration": self._optimizer.config,
                     "parameters": sum(spec.size for spec in parameters.specs),
@@ -436,7 +437,8 @@ class RunFiles:
         """A sentence on how to continue."""
         if self._checkpoints is None:
             return "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can resume"
-        return f"minimize(..., resume=True) resumes from the checkpoint in {self._checkpoints.folder}"
+        call = self._ranks.minimizer.method.call
+        return f"{call}(..., resume=True) resumes from the checkpoint in {self._checkpoints.folder}"
 
     def _norm_of_start(self) -> float:
         """The 2-norm of the start, which identifies it on any number of ranks. Collective over the mesh."""

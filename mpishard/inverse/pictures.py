@@ -1,4 +1,4 @@
-"""Pictures of `inverse`: the remainders of a gradient check over the steps, and an L-curve."""
+"""Pictures of `inverse`: the remainders of a gradient check over the steps, an L-curve, a posterior's spectrum."""
 
 from __future__ import annotations
 
@@ -58,4 +58,28 @@ def draw_l_curve(
     panel.set(xlabel="misfit", ylabel="term", xscale="log", yscale="log")
     panel.set_title(title, fontsize=9)
     panel.grid(alpha=0.3)
+    figure.savefig(path, dpi=100)
+
+
+def draw_spectrum(kept: np.ndarray, left_out: np.ndarray, title: str, path: str | PathLike[str]) -> None:
+    """Draw eigenvalues by their number, on a logarithmic axis by size, and those left out behind them; 1 has a line."""
+    figure = of_extra("matplotlib.figure", "cli", "the picture of a spectrum").Figure(
+        figsize=(5.4, 4), layout="constrained"
+    )
+    panel = figure.add_subplot()
+    numbers = np.arange(1, len(kept) + len(left_out) + 1)
+    both = np.concatenate([kept, left_out])
+    for which, label, style in (
+        ((numbers <= len(kept)) & (both > 0), "kept", {"color": "#0072b2", "marker": "o"}),
+        ((numbers <= len(kept)) & (both < 0), "kept, negative", {"color": "#d55e00", "marker": "o"}),
+        (numbers > len(kept), "left out", {"color": "#0072b2", "marker": "o", "mfc": "white"}),
+    ):
+        if which.any():
+            panel.plot(numbers[which], abs(both[which]), ls="", ms=4, label=label, **style)
+    panel.axhline(1, color="0.5", ls=":", label="data as strong as the prior")
+    panel.axvline(len(kept) + 0.5, color="0.5", lw=1)
+    panel.set(xlabel="eigenvector", ylabel="eigenvalue", yscale="log")
+    panel.set_title(title, fontsize=9)
+    panel.grid(alpha=0.3)
+    panel.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=100)

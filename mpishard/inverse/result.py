@@ -35,6 +35,7 @@ _OUTCOMES = {
         "converged: the last iteration moved no element by more than xtol={xtol:g}, relatively; the projected "
         "{gradient}'s largest element is {projected_norm:.3g}",
     ),
+    "rank": (0, "ended: the products of both passes are known"),
     "iterations": (1, "stopped: the number of iterations reached maxiter={maxiter}"),
     "evaluations": (1, "stopped: the number of evaluations reached maxfun={maxfun}"),
     "seconds": (1, "stopped: the time maxtime is over"),

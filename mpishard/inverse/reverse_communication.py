@@ -442,8 +442,8 @@ class OneProcess:
         return vector
 
     @staticmethod
-    def own(flat: Array) -> Array:
-        return flat
+    def own(given: Array) -> Array:
+        return given.copy()
 
     def tell(self, what: str, value: float, vector: Any, problem: BaseException | None) -> None:
         may_fail = self.minimizer.wanted is Wanted.GRADIENT and self.minimizer.progress.evaluations > 0
@@ -492,13 +492,11 @@ def _limits(method: Method, unknowns: Unknowns) -> Limits:
 
     on_host = whole_limits(method, unknowns.specs, unknowns.flat.dtype)
     lower, upper, fixed, weights, scaling, l1_weights, l1_reference = map(on_device, on_host)
-    function, riesz = operators(method)
-    precondition = None if function is None else partial(applied, "preconditioner", function)
-    solve = None if riesz is None else partial(applied, "solve of RieszMap", riesz.solve)
-    if riesz is not None and solve is not None:
+    functions = operators(method, lambda what, function: partial(applied, what, function))
+    if "solve" in functions:
         ones = on_device(np.ones(unknowns.size, unknowns.flat.dtype))
-        check_inverse(solve(applied("apply of RieszMap", riesz.apply, ones)))
-    return Limits(lower, upper, fixed, weights, scaling, precondition, solve, l1_weights, l1_reference)
+        check_inverse(functions["solve"](functions["apply"](ones)))
+    return Limits(lower, upper, fixed, weights, scaling, l1_weights=l1_weights, l1_reference=l1_reference, **functions)
 
 
 def _hash(limits: Limits) -> str:

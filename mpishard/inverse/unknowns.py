@@ -248,14 +248,20 @@ class Unknowns:
 
     def _operator(self, name: str, function: Callable[[Any], Any]) -> Callable[[Array], Array]:
         """A user's operator as one of flat vectors in the order of the specs: whole ones, or this rank's elements."""
-        what, tree = f"the result of {name}", self.tree
-        if not self.is_cut_by_application:
-            return function if tree is None else lambda vector: tree.flattened(what, function(tree.of(vector)))
+        tree = self.tree
+        if self.is_cut_by_application:
+            return self.operator_of_this_rank(name, function)
+        if tree is None:
+            return function
+        return lambda vector: tree.flattened(f"the result of {name}", function(tree.of(vector)))
+
+    def operator_of_this_rank(self, name: str, function: Callable[[Any], Any]) -> OperatorOfThisRank:
+        """A user's operator of what this rank has of a vector as one of its elements in the order of the specs."""
 
         def of_this_rank(vector: Array) -> Array:
             given, found = self.as_given(vector), vector
             with raised_on_all(self._fields[0].ranks if self._fields else None):
-                found = self.vector(what, function(self.like_x0(given)))
+                found = self.vector(f"the result of {name}", function(self.like_x0(given)))
             return self.arranged(found)
 
         return OperatorOfThisRank(of_this_rank)

@@ -66,10 +66,10 @@ def whole_limits(method: Method, specs: Sequence[ParameterSpec], dtype: np.dtype
     )
     lower, upper = (None, None) if bounds is None else whole_bounds(bounds, specs, dtype)
     fixed = whole_elements("fixed", fixed, specs, np.dtype(bool), missing=False)
-    weights = None if isinstance(weights, RieszMap) else _positive("inner_product", weights, specs, dtype)
+    weights = None if isinstance(weights, RieszMap) else positive_elements("inner_product", weights, specs, dtype)
     if callable(preconditioner):
         return WholeLimits(lower, upper, fixed, weights, None, *l1)
-    scaling = _positive("preconditioner", preconditioner, specs, dtype)
+    scaling = positive_elements("preconditioner", preconditioner, specs, dtype)
     if scaling is None and weights is not None:
         scaling = 1 / weights
     return WholeLimits(lower, upper, fixed, weights, scaling, *l1)
@@ -192,7 +192,8 @@ def element_name(index: int, specs: Sequence[ParameterSpec]) -> str:
     raise IndexError(index)
 
 
-def _positive(what: str, given: Any, specs: Sequence[ParameterSpec], dtype: np.dtype) -> np.ndarray | None:
+def positive_elements(what: str, given: Any, specs: Sequence[ParameterSpec], dtype: np.dtype) -> np.ndarray | None:
+    """As `whole_elements`, of numbers that must be positive and finite, else ValueError."""
     whole = whole_elements(what, given, specs, dtype, missing=1)
     wrong = np.empty(0, np.int64) if whole is None else np.flatnonzero(~((whole > 0) & np.isfinite(whole)))
     if whole is not None and len(wrong):
@@ -224,13 +225,24 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
 
 
-def operators(method: Method) -> tuple[Callable[[Array], Array] | None, RieszMap | None]:
-    """The preconditioner of a method that is a function, and its inner product that is no diagonal."""
+def operators(
+    method: Method, wrap: Callable[[str, Callable[[Array], Array]], Callable[[Array], Array]]
+) -> dict[str, Callable[[Array], Array]]:
+    """The functions of a method as fields of `Limits`: its preconditioner, and those of an inner product.
+
+    Each is given to `wrap` with its name for messages, and what that returns is a function of this rank's elements.
+    """
     product, function = method.inner_product, method.preconditioner
-    riesz = product if isinstance(product, RieszMap) else None
+    found: dict[str, Callable[[Array], Array]] = {}
+    if isinstance(product, RieszMap):
+        found = {"solve": wrap("solve of RieszMap", product.solve), "apply": wrap("apply of RieszMap", product.apply)}
     if callable(function):
-        return function, riesz
-    return (riesz.solve if riesz is not None and function is None else None), riesz
+        found["precondition"] = wrap("preconditioner", function)
+    elif "solve" in found and function is None:
+        found["precondition"] = found["solve"]
+    if (factor := getattr(method, "factor", None)) is not None:
+        found["factor"] = wrap("factor", factor)
+    return found
 
 
 def applied(what: str, function: Callable[[Array], Array], vector: Array) -> Array:
@@ -246,7 +258,7 @@ def applied(what: str, function: Callable[[Array], Array], vector: Array) -> Arr
 
 
 def check_inverse(riesz_of_ones: Array) -> None:
-    """Raise ValueError unless ``solve(apply(1))`` of a RieszMap is 1 to a tenth."""
+    """Raise ValueError unless ``solve(apply(1))`` of a RieszMap is 1 to a tenth, on this rank."""
     off = float(abs(riesz_of_ones - 1).max()) if riesz_of_ones.size else 0.0
     if not off < 0.1:
         raise ValueError(f"RieszMap: solve(apply(x)) must be x, and for x = 1 is off by {off:.3g}; are they swapped?")

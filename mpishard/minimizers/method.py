@@ -60,6 +60,7 @@ class Method(ABC):
 
     needs_products: ClassVar[bool] = False  # with the Hessian
     takes_batches: ClassVar[bool] = False  # whether each iteration may be of other samples
+    call: ClassVar[str] = "minimize"  # whose method it is, for messages and records
 
     gtol: float = 1e-5
     ftol: float = 2.220446049250313e-09
@@ -176,9 +177,10 @@ class Limits:
     product ``sum(weights * a * b)``; stop tests then look at ``gradient / weights``. The initial inverse Hessian comes
     in one of two forms, up to a factor that the method chooses. `scaling` is its diagonal p, which is positive.
     ``precondition(vector)`` is its product with a vector of this rank's elements, and collective; it must be symmetric
-    and positive definite. `solve` in place of `weights` is the Riesz map of an inner product that is no diagonal,
-    collective, too. Terms ``l1_weights |x - l1_reference|`` are added to the function; no weight is negative, and the
-    reference is None where it is 0 for all elements.
+    and positive definite. `solve` in place of `weights` is the Riesz map of an inner product that is no diagonal, and
+    `apply` its inverse; `factor` is L of an inner product with the inverse L L'. They are collective, too. Terms
+    ``l1_weights |x - l1_reference|`` are added to the function; no weight is negative, and the reference is None where
+    it is 0 for all elements.
     """
 
     lower: Array | None = None
@@ -188,6 +190,8 @@ class Limits:
     scaling: Array | None = None
     precondition: Callable[[Array], Array] | None = None
     solve: Callable[[Array], Array] | None = None
+    apply: Callable[[Array], Array] | None = None
+    factor: Callable[[Array], Array] | None = None
     l1_weights: Array | None = None
     l1_reference: Array | None = None
 

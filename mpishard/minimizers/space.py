@@ -10,19 +10,21 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import exact, exact_rows
-from mpishard.backend.array import is_device
+from mpishard.backend.array import is_device, on_device_of
+from mpishard.backend.random import normal_at
 
 Array = Any
 Pair = tuple[Array, Array]
 _MUCH_LESS = 2.0**-10
+_FINE = 2.0**10  # of rounding by 2**-53: words have errors of up to 2**-65 of their top an element
 
 
 class Space(ABC):
     """Flat vectors that are divided over ranks, and their sums, whose bits do not depend on who holds what.
 
     A method works element by element on its own part of a vector, and takes every scalar from here; so all ranks decide
-    equally, on any number of ranks. Methods but `own` are collective over the ranks of the space. Raises ValueError on
-    all ranks if there are more elements than a sum can have.
+    equally, on any number of ranks. Methods but `own`, `numbers` and `white_noise` are collective over the ranks of the
+    space. Raises ValueError on all ranks if there are more elements than a sum can have.
     """
 
     def __init__(self, size: int, total: int, like: Array, spans: Sequence[tuple[int, int]]) -> None:
@@ -59,6 +61,15 @@ class Space(ABC):
     def own(self, whole: Array) -> Array:
         """This rank's elements of a whole vector."""
 
+    @abstractmethod
+    def numbers(self) -> np.ndarray:
+        """The number of each of this rank's elements in the order of the flat parameters, int64.  Not collective."""
+
+    def white_noise(self, seed: int, name: str) -> Array:
+        """A vector of standard normal numbers, which depend on the element's number, the seed and the name alone."""
+        noise = normal_at(seed, name, self.numbers())
+        return on_device_of(noise.astype(self.like.dtype), self.like)
+
     def largest(self, *vectors: Array) -> list[float]:
         """The largest absolute value of each vector; infinite if an element is NaN or infinite.  One all-reduce."""
         return self.maxima(*map(self._largest, vectors))
@@ -76,6 +87,24 @@ class Space(ABC):
         more, see `values`.
         """
         return self.values(pairs, self._summed(pairs, tops), tops)
+
+    def measured_dots(self, *pairs: Pair) -> list[float]:
+        """The dot product of each pair, rounded once, also where elements have different units.  Two all-reduces."""
+        return self.dots(pairs, self.largest_products(pairs))
+
+    def row_dots(self, rows: Array, row_tops: Sequence[float], vector: Array, size: float) -> list[float]:
+        """The dot product of each row of an array with a vector, with errors below rounding of `size`.
+
+        `row_tops` has the `largest` of each row. Two all-reduces, and one pass over memory; one more of both where the
+        units of elements differ so much that these say too little of the products.
+        """
+        (top,) = self.largest(vector)
+        tops, pairs = [each * top for each in row_tops], [(row, vector) for row in rows]
+        if max(tops, default=0.0) * self.total > _FINE * size:
+            tops = self.largest_products(pairs)
+        words = exact.row_dot_words(rows, range(len(rows)), vector, tops, self.spans)
+        self.add(words)
+        return exact.values(words, tops)
 
     def _summed(self, pairs: Sequence[Pair], tops: Sequence[float]) -> np.ndarray:
         """The words of the dot products over all ranks.  One all-reduce."""
@@ -146,3 +175,6 @@ class LocalSpace(Space):
 
     def own(self, whole: Array) -> Array:
         return whole
+
+    def numbers(self) -> np.ndarray:
+        return np.arange(self.size)

@@ -274,6 +274,46 @@ with mpishard.Mesh() as mesh:
     assert report.read_text() == "[True, True, True]\n[True, True]\n", output
 
 
+def test_laplace_goes_on_with_the_same_bits(tmp_path):
+    """A rank is shot within a product of the first pass, and one within a product of the second."""
+    script = """
+import os, signal, sys
+import numpy as np
+from mpi4py import MPI
+import mpishard
+
+rows = np.random.default_rng(5).standard_normal((40, 101))
+directions, deadly = [], {1: 6, 0: 21}  # of a rank, and products by rank
+
+def hessp(x, v, samples):
+    if not (directions and np.array_equal(v, directions[-1])):
+        directions.append(v.copy())
+    if len(directions) >= deadly.get(MPI.COMM_WORLD.rank, 99) and mesh.size > 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rows[samples].T @ (rows[samples] @ v)
+
+def numbers(mesh):
+    directions.clear()
+    posterior = mpishard.laplace(
+        np.ones(101), hessp, mpishard.DiagonalPrior(2.0), rank=12, oversampling=4, mesh=mesh, samples=40,
+        elastic={"respawn": False})
+    found = posterior.eigenvalues, posterior.variance(), *posterior.samples(2)
+    return posterior.products, posterior.information_gain, *(each.tobytes() for each in found)
+
+with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+    undisturbed = numbers(mesh)
+with mpishard.Mesh() as mesh:
+    same = mesh.world.allgather_object(numbers(mesh) == undisturbed)
+    if mesh.rank == 0:
+        with open(sys.argv[1], "a") as file:
+            print(same, file=file)
+"""
+    report = tmp_path / "report"
+    words = [*LAUNCH, "-n", "4", sys.executable, "-c", script, str(report)]
+    output, _ = faults.execute(words, 120, lambda: report.exists() and report.read_text().endswith("\n"))
+    assert report.exists() and report.read_text() == "[True, True]\n", output
+
+
 def test_modules_of_pytorch_go_on_with_the_same_bits(tmp_path):
     """One rank after the other is shot while the others gather its share or send it gradients."""
     pytest.importorskip("torch")

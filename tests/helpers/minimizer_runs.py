@@ -141,7 +141,7 @@ def check_restarts(method: Method, problem: Problem, limits: Limits) -> Minimize
     while minimizer.wanted is not Wanted.NOTHING:
         minimizer = rebuilt(minimizer, method)
         tell_next(minimizer, problem)
-    assert minimizer.progress == whole.progress
+    assert repr(minimizer.progress) == repr(whole.progress)  # where a value may be NaN
     assert minimizer.stop_reason == whole.stop_reason
     np.testing.assert_array_equal(minimizer.point, whole.point)
     np.testing.assert_array_equal(minimizer.vectors, whole.vectors)
@@ -162,6 +162,7 @@ def check_ranks(method: Method, problem: Problem, limits: Limits, cuts: Sequence
 
     results = team.run(rank_minimizes)
     np.testing.assert_array_equal(np.concatenate([minimizer.point for minimizer, _ in results]), whole.point)
+    np.testing.assert_array_equal(np.concatenate([minimizer.vectors for minimizer, _ in results], 1), whole.vectors)
     for minimizer, _ in results:
         assert minimizer.to_metadata() == whole.to_metadata()
     (count,) = {all_reduces for _, all_reduces in results}
@@ -175,6 +176,7 @@ def check_device(device: Device, method: Method, problem: Problem, limits: Limit
     minimizer.begin()
     while minimizer.wanted is not Wanted.NOTHING:
         tell(minimizer, problem, lambda there: to_host(there).copy(), device.put)
-    assert minimizer.progress == host.progress and host.progress.evaluations > 10
+    assert repr(minimizer.progress) == repr(host.progress)
+    assert host.progress.evaluations + host.progress.products > 10
     np.testing.assert_array_equal(to_host(minimizer.point), host.point)
     np.testing.assert_array_equal(to_host(minimizer.vectors), host.vectors)

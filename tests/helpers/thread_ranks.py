@@ -64,3 +64,6 @@ class ThreadSpace(Space):
 
     def own(self, whole: np.ndarray) -> np.ndarray:
         return whole[self.part].copy()
+
+    def numbers(self) -> np.ndarray:
+        return np.arange(self.part.start, self.part.stop)

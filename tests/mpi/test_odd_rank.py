@@ -117,6 +117,11 @@ class Model:
         return 0.0
 
 
+def laplace(at, result=(1.0, 1.0, 1.0, 1.0), prior=None, rank=2, **other):
+    prior = mpishard.DiagonalPrior(1.0) if prior is None else prior
+    return mpishard.laplace(np.array(result), lambda x, v: v, prior, rank=rank, mesh=at.mesh, **other)
+
+
 def minimize(at, **other):
     return mpishard.minimize(sphere, np.ones(4), mesh=at.mesh, **other)
 
@@ -325,6 +330,34 @@ TABLE = [
         {"absolute_sigma": 3},
         {"x": (1.0, 3.0)},
         ({"x": (1.0, 2.0, 3.0)}, "3 unknowns"),
+    ),
+    *odd(
+        "mpishard.laplace",
+        laplace,
+        {"rank": 3},
+        {"rank": 0},
+        {"oversampling": 0},
+        {"seed": 1},
+        {"prior": mpishard.OperatorPrior(np.positive, np.positive)},
+        {"prior": 3},
+        ({"result": np.ones(5)}, "x0 is"),
+        {"reduction": "sum"},
+        {"elastic": True},
+        {"resume": True},
+        {"checkpoints": CHECKPOINTS},
+        {"record": RECORD},
+    ),
+    *odd(
+        "mpishard.inverse.LaplacePosterior.samples",
+        lambda at, n=1, **other: laplace(at).samples(n, **other),
+        {"n": 2},
+        {"n": -1},
+        {"seed": 1},
+    ),
+    *odd(
+        "mpishard.inverse.posterior.PosteriorCovariance.matvec",
+        lambda at, size=4: laplace(at).covariance.matvec(np.ones(size)),
+        ({"size": 3}, "3 elements"),
     ),
     *odd(
         "mpishard.augmented_lagrangian",
@@ -669,13 +702,14 @@ LEFT_OUT = {
         mpishard.Checkpoints.release mpishard.Checkpoints.wait mpishard.Mesh.free mpishard.Mesh.release
         mpishard.Mesh.unwatch mpishard.ReverseCommunication.ask mpishard.ReverseCommunication.gather_result
         mpishard.ReverseCommunication.tell_outcome mpishard.Signals.should_stop
-        mpishard.ShardedModel.gather_full_parameters mpishard.ShardedModel.synchronize_gradients
+        mpishard.Prior.on mpishard.ShardedModel.gather_full_parameters mpishard.ShardedModel.synchronize_gradients
         mpishard.environment.collect mpishard.estimate.measure mpishard.inverse.InverseHessian.diagonal
-        mpishard.inverse.InverseHessian.todense {OPTIMIZER}.averaged_parameters
+        mpishard.inverse.InverseHessian.todense mpishard.inverse.LaplacePosterior.standard_deviation
+        mpishard.inverse.LaplacePosterior.variance {OPTIMIZER}.averaged_parameters
         """,
     "it is no call, or its own creation is not collective": """
-        mpishard.BiLaplacianPrior mpishard.CollectiveMismatchError mpishard.FlatParameters mpishard.Request
-        mpishard.RieszMap mpishard.RunRecord mpishard.Signals
+        mpishard.BiLaplacianPrior mpishard.CollectiveMismatchError mpishard.FlatParameters mpishard.OperatorPrior
+        mpishard.Prior mpishard.Request mpishard.RieszMap mpishard.RunRecord mpishard.Signals
         mpishard.comm.communicator.Communicator mpishard.inverse.InverseHessian
         mpishard.inverse.regularization.RegularizationTerm mpishard.regularized mpishard.backward_in_time
         mpishard.ReverseCommunication.serialize mpishard.ReverseCommunication.deserialize

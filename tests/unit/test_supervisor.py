@@ -273,7 +273,7 @@ def test_a_restart_that_goes_on_from_nothing_says_so_once(tmp_path, capfd, monke
     ahead = train()
     restart()
     assert said(train, optimizer=ahead) == []
-    minimization = "mpishard: this job was started again, and the minimization begins from x0 again; "
+    minimization = "mpishard: this job was started again, and minimize begins from x0 again; "
     assert said(minimize) == [minimization + nothing] and said(minimize) == []
     restart()
     with mpishard.Checkpoints(tmp_path / "b", mesh) as checkpoints:

@@ -1,0 +1,299 @@
+"""The dominant eigenpairs of a Hessian beside the precision of a prior, by a randomised double pass of products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpishard.arguments import integer
+from mpishard.backend import exact
+from mpishard.minimizers import small
+from mpishard.minimizers.method import Limits, Method, Minimizer, Progress, Wanted
+from mpishard.minimizers.space import Space
+
+Array = Any
+
+_EXHAUSTED = 2.0**5  # in units of rounding: what is left of an image, beside the largest one, when there are no more
+_NEGLIGIBLE = 1e-11  # the norm of what is left of an image of prior noise, whose eigenvalues are about as large
+_SAME = 1e-6  # the relative difference by which a point and a prior may differ from those of a checkpoint
+_OPTIONS = ("rank", "oversampling", "seed")
+_BLOCK = 1 << 12  # elements of the basis that are turned at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoublePass(Method):
+    """The dominant eigenpairs of ``H u = lambda R u``, H the Hessian at the start and R the inner product.
+
+    The point does not move, and all that is wanted are products.  The first pass multiplies random directions; the
+    inverse of R times the products, orthonormal in the inner product of R, is a basis.  The second pass multiplies the
+    basis, and so gives H in it, whose eigenpairs are those wanted.  Where the products of new directions lie in the
+    basis already, the first pass ends before its time.
+
+    Parameters
+    ----------
+    inner_product : RieszMap
+        R and its inverse.
+    rank : int
+        How many eigenpairs are kept: those whose eigenvalues are the largest in size.
+    oversampling : int
+        How many more directions there are; with `rank` at most as many as elements.
+    seed : int
+        Of the directions.
+    factor : callable or None
+        L of the inverse L L' of R.  Directions are L times white noise, as the theory of the randomised range finder
+        wants it; None for white noise itself.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an option is invalid.
+
+    References
+    ----------
+    N. Halko, P. G. Martinsson, J. A. Tropp: Finding structure with randomness.  SIAM Review 53, 217-288 (2011).
+    A. K. Saibaba, J. Lee, P. K. Kitanidis: Randomized algorithms for generalized Hermitian eigenvalue problems with
+    application to computing Karhunen-Loève expansion.  Numerical Linear Algebra with Applications 23, 314-339 (2016).
+    U. Villa, N. Petra, O. Ghattas: hIPPYlib.  ACM Transactions on Mathematical Software 47, 16 (2021).
+    """
+
+    needs_products: ClassVar[bool] = True
+    call: ClassVar[str] = "laplace"
+
+    rank: int = 100
+    oversampling: int = 10
+    seed: int = 0
+    factor: Callable[[Array], Array] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("rank", 1), ("oversampling", 0), ("seed", 0)):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least=least))
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return tuple(f"basis{index}" for index in range(self.rank + self.oversampling))
+
+    def make(self, space: Space, vectors: Array, point: Array, limits: Limits) -> DoublePassMinimizer:
+        return DoublePassMinimizer(self, space, vectors, point, limits)
+
+
+@dataclass(frozen=True)
+class _Course:
+    """How far the two passes have come, as plain numbers."""
+
+    second: bool = False  # in the second pass
+    next: int = 0  # the number of the vector whose product is wanted, in its row
+    count: int = 0  # vectors of the basis
+    largest: float = 0.0  # the norm of the largest image of a direction
+    identity: tuple[float, ...] = ()  # sums over the point and the prior, which tell them from others; after `begin`
+
+
+class DoublePassMinimizer(Minimizer):
+    """The two passes.  Methods are collective over the ranks of the space.
+
+    A row has a direction, then the vector of the basis that is made of its product, and at the end an eigenvector, in
+    the order of `eigenvalues`; rows behind these are 0.
+    """
+
+    method: DoublePass
+
+    def __init__(self, method: DoublePass, space: Space, vectors: Array, point: Array, limits: Limits) -> None:
+        super().__init__(method.slots, space, vectors, point, limits)
+        self.method = method
+        self.versions = [0] * len(vectors)
+        self.eigenvalues: list[float] = []  # after the end: those kept, from the top, then the others by size
+        self._course = _Course()
+        self._tops: list[float] = []  # the largest elements of the vectors of the basis
+        self._columns: list[list[float]] = []  # of the Hessian in the basis
+
+    @property
+    def direction(self) -> Array:
+        return self.vectors[self._course.next]
+
+    @property
+    def best(self) -> Array:
+        return self.point
+
+    @property
+    def gradient(self) -> Array:
+        """The point itself, as no gradient is known."""
+        return self.point
+
+    @property
+    def kept(self) -> int:
+        """The number of eigenpairs after the end."""
+        return min(self._course.count, self.method.rank)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return True if there are no directions without a product."""
+        return self._course.count < len(self.vectors) or self._course.count == self.space.total
+
+    def begin(self) -> int:
+        self.progress, self.stop_reason, self.wanted = Progress(), "", Wanted.PRODUCT
+        self.eigenvalues, self._tops, self._columns = [], [], []
+        self.vectors[...] = 0
+        self.note_written()
+        self._course = _Course(identity=self._identity())
+        self._draw()
+        return 0
+
+    def _identity(self) -> tuple[float, float]:
+        noise = self.space.white_noise(0, "identity")
+        weighted, product = self.point * (1 + abs(noise)), self._apply(noise)
+        found = self.space.measured_dots((self.point, weighted), (noise, product))
+        if not found[1] > 0:
+            raise ValueError(f"the prior's precision R must be positive definite, but v'R v = {found[1]:g} for some v")
+        return found[0], found[1]
+
+    def _draw(self) -> None:
+        """Put the next random direction into its row."""
+        number = self._course.next
+        noise = self.space.white_noise(self.method.seed, f"direction {number}")
+        self.vectors[number] = noise if self.limits.factor is None else self.limits.factor(noise)
+        self.note_written(number)
+
+    def tell(self, value: float, gradient: Array) -> None:
+        raise ValueError("DoublePass wants Hessian products only, and was told a value and a gradient")
+
+    def tell_product(self, product: Array) -> None:
+        if self.wanted is Wanted.NOTHING:
+            raise ValueError(f"this minimisation has ended ({self.stop_reason}); begin() starts another at its point")
+        self.progress = replace(self.progress, products=self.progress.products + 1)
+        if not math.isfinite(self.space.largest(product)[0]):
+            self._end("not finite")
+        elif self._course.second:
+            self._project(product)
+        else:
+            self._extend(product)
+
+    def _extend(self, product: Array) -> None:
+        """Make of a product the next vector of the basis, orthonormal to the others."""
+        number, image = self._course.next, self._solve(product)
+        norm = self._norm(image, product)
+        largest = max(self._course.largest, norm)
+        self._course = replace(self._course, largest=largest)
+        least = max(_EXHAUSTED * self.epsilon * largest, 0.0 if self.limits.factor is None else _NEGLIGIBLE)
+        dual, turns, before = product, 0, math.inf
+        # A vector that a turn has shortened has errors along the basis.  The solve has errors, too: at least two turns.
+        while norm > least and (turns < 2 or norm < 0.5 * before):
+            before = norm
+            coefficients = [-each for each in self.space.row_dots(self.vectors[:number], self._tops, dual, norm)]
+            exact.combine(self.vectors, range(number), coefficients, image, 1.0, image)
+            dual, turns = self._apply(image), turns + 1
+            norm = self._norm(image, dual)
+        if not math.isfinite(norm):
+            self._end("not finite")
+        elif not norm > least:
+            self.vectors[number:] = 0
+            self.note_written()
+            self._turn()
+        else:
+            row = self.vectors[number]
+            exact.combine(self.vectors, [], [], image, 1 / norm, row)
+            self._tops += self.space.largest(row)
+            self.note_written(number)
+            self._course = replace(self._course, next=number + 1, count=number + 1)
+            if number + 1 < len(self.vectors):
+                self._draw()
+            else:
+                self._turn()
+
+    def _norm(self, vector: Array, dual: Array) -> float:
+        """The norm of a vector from its product with the precision."""
+        (square,) = self.space.measured_dots((vector, dual))
+        return math.sqrt(max(square, 0.0))
+
+    def _turn(self) -> None:
+        """Begin the second pass, if there is a basis."""
+        self._course = replace(self._course, second=True, next=0)
+        if not self._course.count:
+            self._end("rank")
+
+    def _project(self, product: Array) -> None:
+        """Take the Hessian times a vector of the basis."""
+        course = self._course
+        (square,) = self.space.measured_dots((self.direction, product))
+        basis = self.vectors[: course.count]
+        self._columns.append(self.space.row_dots(basis, self._tops, product, abs(square)))
+        if course.next + 1 < course.count:
+            self._course = replace(course, next=course.next + 1)
+        elif np.isfinite(self._columns).all():
+            self._find_eigenpairs()
+            self._end("rank")
+        else:
+            self._end("not finite")
+
+    def _find_eigenpairs(self) -> None:
+        """Replace the basis by eigenvectors."""
+        count, found = self._course.count, np.array(self._columns)
+        largest = float(abs(found).max())
+        if largest > 0:
+            self.progress = replace(self.progress, asymmetry=float(abs(found - found.T).max()) / largest)
+        values, vectors = small.eigenpairs(0.5 * (found + found.T))
+        by_size = np.argsort(-abs(values), kind="stable")
+        kept, rest = by_size[: self.kept], by_size[self.kept :]
+        kept = kept[np.argsort(-values[kept], kind="stable")]
+        self.eigenvalues = values[[*kept, *rest]].tolist()
+        for start in range(0, self.space.size, _BLOCK):
+            part = self.vectors[:, start : start + _BLOCK]
+            before = part[:count].copy()
+            part[...] = 0
+            for row, number in zip(part, kept.tolist(), strict=False):
+                exact.combine(before, range(count), vectors[number].tolist(), row.copy(), 0.0, row)
+        self.note_written()
+
+    def _end(self, reason: str) -> None:
+        self.wanted, self.stop_reason = Wanted.NOTHING, reason
+
+    # -- the inner product --------------------------------------------------------------------------------------------
+
+    def _solve(self, dual: Array) -> Array:
+        """The inverse of the precision times a vector, as a new array."""
+        assert self.limits.solve is not None
+        return self.limits.solve(dual).copy()
+
+    def _apply(self, vector: Array) -> Array:
+        assert self.limits.apply is not None
+        return self.limits.apply(vector)
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def to_metadata(self) -> dict[str, Any]:
+        return {
+            **{name: getattr(self.method, name) for name in _OPTIONS},
+            "wanted": self.wanted.value,
+            "stop_reason": self.stop_reason,
+            "progress": asdict(self.progress),
+            "course": asdict(self._course),
+            "tops": list(self._tops),
+            "columns": [list(column) for column in self._columns],
+            "eigenvalues": list(self.eigenvalues),
+        }
+
+    def restore(self, metadata: Mapping[str, Any]) -> None:
+        try:
+            wanted, reason = Wanted(metadata["wanted"]), str(metadata["stop_reason"])
+            progress, course = Progress(**metadata["progress"]), _Course(**metadata["course"])
+            tops, eigenvalues = ([float(each) for each in metadata[name]] for name in ("tops", "eigenvalues"))
+            columns = [[float(each) for each in column] for column in metadata["columns"]]
+            identity = tuple(map(float, course.identity))
+            options = {name: int(metadata[name]) for name in _OPTIONS}
+        except (KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"DoublePass: the saved state cannot be restored: {error!r}") from None
+        for name, value in options.items():
+            if value != getattr(self.method, name):
+                ours = getattr(self.method, name)
+                raise ValueError(
+                    f"the saved state is of {name}={value}, and this is {ours}: give the same, or start anew"
+                )
+        for what, own, saved in zip(("x", "prior"), self._course.identity, identity, strict=False):
+            if not abs(own - saved) <= _SAME * max(abs(own), abs(saved)):
+                raise ValueError(f"the checkpoint is of another {what}: give each its own folder, or resume=False")
+        self.wanted, self.stop_reason, self.progress = wanted, reason, progress
+        self._course, self._tops, self._columns = replace(course, identity=identity), tops, columns
+        self.eigenvalues = eigenvalues
