@@ -16,7 +16,7 @@ from mpishard.minimizers.method import Method
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
     from mpishard.comm.mesh import Mesh
-    from mpishard.inverse.mesh_run import RunFiles
+    from mpishard.inverse.mesh_run import OuterState, RunFiles
     from mpishard.record import RunRecord
 
 Array = Any
@@ -300,30 +300,43 @@ def solve(
     if functions.differences is not None:
         sums = reduction == "sum"
         differences = FiniteDifferences(functions, unknowns, optimizer.run, mesh, sums, loop.retries)
-    return run_loop(optimizer, functions, unknowns, callback, loop, checkpoints, resume, record, differences)
+    files = files_of(optimizer, checkpoints, resume, record)
+    ended = evaluate_until_end(optimizer, functions, unknowns, callback, loop, files, differences)
+    if files is not None:
+        files.end(ended.reason)
+        optimizer.gather_result()  # the last checkpoint has the next point
+    return ended
 
 
-def run_loop(
+def files_of(
+    optimizer: ReverseCommunication,
+    checkpoints: Checkpoints | None,
+    resume: bool,
+    record: RunRecord | None,
+    outer: OuterState | None = None,
+) -> RunFiles | None:
+    """The files of a minimisation on a mesh, from which it has resumed; None without a mesh. Collective."""
+    if isinstance(optimizer.run, OneProcess):
+        return None
+    from mpishard.inverse.mesh_run import RunFiles
+
+    return RunFiles(optimizer.run, checkpoints, resume, record, outer)
+
+
+def evaluate_until_end(
     optimizer: ReverseCommunication,
     functions: Functions,
     unknowns: Unknowns,
     callback: Callback,
     loop: LoopOptions,
-    checkpoints: Checkpoints | None = None,
-    resume: bool = False,
-    record: RunRecord | None = None,
+    files: RunFiles | None,
     differences: FiniteDifferences | None = None,
 ) -> MinimizationOutcome:
     """Minimise by an optimizer that has begun, until it, the callback, the time or a signal ends the loop.
 
-    Collective over its mesh. `differences` give gradients in place of the functions.
+    Collective over its mesh. `differences` give gradients in place of the functions.  The caller ends the files.
     """
     ranks = optimizer.run
-    files: RunFiles | None = None
-    if not isinstance(ranks, OneProcess):
-        from mpishard.inverse.mesh_run import RunFiles
-
-        files = RunFiles(ranks, checkpoints, resume, record)
     table = Table(shown=on_any(ranks.world, loop.disp) and ranks.world.rank == 0)
     watch = Watch(ranks.world, callback, loop.maxtime)
     attempts = Attempts(ranks.together, loop.retries)
@@ -353,8 +366,6 @@ def run_loop(
             if files is not None:
                 files.evaluated(ended=optimizer.has_ended)
             del request  # the next point may have the memory of this one
-    if files is not None:
-        files.end(optimizer.stop_reason)
     result = optimizer.gather_result()
     table.end(result.message)
     return MinimizationOutcome(result, optimizer.progress, optimizer.stop_reason)

@@ -287,6 +287,8 @@ TABLE = [
         {"penalty": -1},
         {"reduction": "sum"},
         {"multipliers": [0.0]},
+        {"upper": -1.0},
+        {"checkpoints": CHECKPOINTS},
         {"record": RECORD},
     ),
     *odd(
