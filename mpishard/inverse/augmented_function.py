@@ -26,7 +26,10 @@ _PENALTIES = 1.0, 10.0
 
 
 class Constraints(NamedTuple):
-    """What a user says of the constraints: functions of a point, and limits, numbers or arrays."""
+    """What a user says of the constraints: functions of a point, and limits, numbers or arrays.
+
+    Limits may also be functions, called when the constraints were.
+    """
 
     function: Callable[..., Any]
     adjoint: Callable[..., Any]
@@ -123,7 +126,8 @@ class AugmentedFunction:
         self.penalty = self._first_penalty(self.best) if penalty is None else penalty
 
     def _limits(self, name: str, size: int) -> np.ndarray:
-        found = reals(f"{name} must be", getattr(self._constraints, name))
+        given = getattr(self._constraints, name)
+        found = reals(f"{name} must be", given() if callable(given) else given)
         if found.size not in (1, size):
             raise ValueError(f"{name} has {found.size} limits, but there are {size} constraints; give one each, or one")
         return np.broadcast_to(found, (size,))

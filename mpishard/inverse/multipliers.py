@@ -13,7 +13,7 @@ import numpy as np
 from mpishard.arguments import integer, number, reject_unknown, shown
 from mpishard.inverse.augmented_function import AugmentedFunction, Constraints
 from mpishard.inverse.functions import Callback, Functions, Watch, opening, world_of
-from mpishard.inverse.minimization import evaluate_until_end, files_given, files_of
+from mpishard.inverse.loop import evaluate_until_end, files_given, files_of
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, make_method
 from mpishard.inverse.reverse_communication import ReverseCommunication, begin_again, set_tolerance
 from mpishard.inverse.unknowns import Unknowns
@@ -189,7 +189,7 @@ def augmented_lagrangian(
         for name, function in (("forward", forward), ("hessp", hessp)):
             if not (function is None or callable(function)):
                 raise TypeError(f"{name}={shown(function)} must be a function")
-        unknowns = Unknowns(x0)
+        unknowns = Unknowns.of(x0)
         if mesh is None:
             unknowns.check_not_split()
         given = {} if options is None else options
