@@ -7,8 +7,9 @@ Read ``minimization`` first, and ``loop``, then ``reverse_communication``, the m
 ranks of a mesh, and ``functions``, with ``trees``, what users give; ``result`` is what they get, and the options by
 SciPy's names; ``finite_differences`` are for functions without a gradient.  Beside it: ``sum_of_squares`` and
 ``residuals``, least squares, and ``fit_covariance``, the errors of a fit; ``elastic_minimization``; ``multipliers``,
-``augmented_function`` and ``scipy_constraints``, constraints; ``ensemble`` and ``parameter_choice``, many runs; ``regularization`` and ``time_steps``, parts of users'
-functions, ``gradient_check``, with ``taylor``, and ``adjoint_check``, which test these, and ``pictures``.
+``augmented_function`` and ``scipy_constraints``, constraints; ``ensemble`` and ``parameter_choice``, many runs;
+``regularization`` and ``time_steps``, parts of users' functions, ``gradient_check``, with ``taylor``, and
+``adjoint_check``, which test these, and ``pictures``.
 
 A name's module is imported when it is first asked for: `minimize` and `least_squares` without a mesh do without MPI.
 """

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mpishard.record import RunRecord
 
 Array = Any
+_OTHER_METHODS = "slsqp", "trust-constr", "cobyla", "cobyqa"  # of SciPy, which take constraints
 _ELASTIC_OPTIONS = ("min_workers", "max_workers", "folder", "discover", "failure_timeout", "respawn", "rebuild")
 
 
@@ -102,7 +103,7 @@ def minimize(
         are options then, and ``maxiter`` counts minimisations.  ``jac`` of a constraint returns an array, a sparse
         matrix or an operator with ``shape``, ``matvec`` and ``rmatvec``; ``"2-point"``, ``"3-point"`` and ``"cs"``
         call ``fun`` for each unknown, on each rank.  Its ``hess`` and ``keep_feasible=False`` have no use.  With
-        ``reduction="sum"`` each rank gives constraints of its own, as for `augmented_lagrangian`.
+        ``reduction="sum"`` each rank gives constraints of its own, at least one.
     tol : float, optional
         Sets the tolerances of the method that SciPy sets by it.
     callback : callable, optional
@@ -215,9 +216,6 @@ def minimize(
         record=record,
     )
     return ended.result
-
-
-_OTHER_METHODS = "slsqp", "trust-constr", "cobyla", "cobyqa"  # of SciPy, which take constraints
 
 
 def _constrained(

@@ -183,11 +183,9 @@ def augmented_lagrangian(
         reject_unknown("augmented_lagrangian", elements)
         if mesh is None and reduction is not None:
             raise ValueError("reduction is for a mesh; give mesh=mpishard.Mesh()")
-        for name, function in (("constraints", constraints), ("adjoint", adjoint)):
-            if not callable(function):
-                raise TypeError(f"{name}={shown(function)} must be a function")
-        for name, function in (("forward", forward), ("hessp", hessp)):
-            if not (function is None or callable(function)):
+        needed = {"constraints": constraints, "adjoint": adjoint}
+        for name, function in {**needed, "forward": forward, "hessp": hessp}.items():
+            if not (callable(function) or (function is None and name not in needed)):
                 raise TypeError(f"{name}={shown(function)} must be a function")
         unknowns = Unknowns.of(x0)
         if mesh is None:
