@@ -5,11 +5,14 @@
 Each evaluation is of the function, its gradient and the constraints, at one point.  SciPy's counts are of values.
 """
 
+from __future__ import annotations
+
 import logging
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import optimize
@@ -17,7 +20,9 @@ from scipy import optimize
 from mpishard import augmented_lagrangian
 
 sys.path.append(str(Path(__file__).parent.parent / "tests/helpers"))
-from hock_schittkowski import PROBLEMS, derivatives
+from hock_schittkowski import PROBLEMS, Problem, derivatives
+
+Array = np.ndarray
 
 STEP = 1e-6  # of Hessian products
 
@@ -25,28 +30,32 @@ STEP = 1e-6  # of Hessian products
 class Outcome(NamedTuple):
     """How a solver has ended."""
 
-    x: np.ndarray
+    x: Array
     value: float
     evaluations: int
 
 
-def is_solved(problem, found):
+def is_solved(problem: Problem, found: Outcome) -> bool:
     """Return True if the value is that of the known minimum to 1e-4, and the constraints are met to 1e-5."""
     constr = problem.constraints(found.x)
     beyond = max(0.0, -constr.min(), (constr - problem.upper).max())
     return abs(found.value - problem.minimum) <= 1e-4 * max(1.0, abs(problem.minimum)) and beyond <= 1e-5
 
 
-def ours(problem, newton=False):
+def ours(problem: Problem, newton: bool = False) -> Outcome:
     """By `augmented_lagrangian`, with L-BFGS-B or truncated Newton."""
 
-    def lagrangian(x, y):
+    def lagrangian(x: Array, y: Array) -> Array:
         return derivatives(problem.fun, x) - problem.adjoint(x, y)
 
-    def hessp(x, direction, y):
+    def hessp(x: Array, direction: Array, y: Array) -> Array:
         return (lagrangian(x + STEP * direction, y) - lagrangian(x - STEP * direction, y)) / (2 * STEP)
 
-    products = {"method": "trust-ncg", "hessp": hessp, "forward": lambda x, direction: problem.jacobian(x) @ direction}
+    products: dict[str, Any] = {
+        "method": "trust-ncg",
+        "hessp": hessp,
+        "forward": lambda x, direction: problem.jacobian(x) @ direction,
+    }
     found = augmented_lagrangian(
         problem.value_and_gradient,
         problem.x0,
@@ -59,7 +68,7 @@ def ours(problem, newton=False):
     return Outcome(found.x, found.fun, found.nfev)
 
 
-def scipys(problem, method, **options):
+def scipys(problem: Problem, method: str, **options: float) -> Outcome:
     """By a method of SciPy."""
     constraints = optimize.NonlinearConstraint(
         problem.constraints, np.zeros(problem.upper.size), problem.upper, jac=problem.jacobian
@@ -78,7 +87,7 @@ def scipys(problem, method, **options):
     return Outcome(found.x, found.fun, found.nfev)
 
 
-SOLVERS = {
+SOLVERS: dict[str, Callable[[Problem], Outcome]] = {
     "L-BFGS-B": ours,
     "trust-ncg": lambda problem: ours(problem, newton=True),
     "SLSQP": lambda problem: scipys(problem, "SLSQP", ftol=1e-9),
@@ -86,9 +95,9 @@ SOLVERS = {
 }
 
 
-def main():
+def main() -> None:
     logging.getLogger("mpishard").setLevel(logging.WARNING)
-    counts = {name: {} for name in SOLVERS}
+    counts: dict[str, dict[int, int]] = {name: {} for name in SOLVERS}
     print("problem " + "".join(f"{name:>14}" for name in SOLVERS))
     for number, problem in sorted(PROBLEMS.items()):
         row = f"{number:>7} "
