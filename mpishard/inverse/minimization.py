@@ -181,6 +181,7 @@ def minimize(
         further = {"jac": jac, "bounds": bounds, "callback": callback, "mesh": mesh, "reduction": reduction, **files}
         return _constrained(fun, x0, args, method, constraints, tol, options, loop_options, {**further, **elements})
     with opening(mesh, "minimize") as same:
+        same["constraints"] = False
         extra = dict(elements)
         known = {name: extra.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
         reject_unknown("minimize", extra)
@@ -231,6 +232,7 @@ def _constrained(
 ) -> OptimizeResult:
     """Minimise under SciPy's constraints by `augmented_lagrangian`, to which `further` arguments go.  Collective."""
     with opening(further["mesh"], "minimize") as same:
+        same["constraints"] = True
         name = "L-BFGS-B" if method is None else method
         if isinstance(name, str) and name.lower() in _OTHER_METHODS:
             raise ValueError(
@@ -253,7 +255,6 @@ def _constrained(
             own["maxiter"] = count_of(own["maxiter"])
         unknowns = Unknowns(x0)
         found = ScipyConstraints(constraints, unknowns)
-        same["constraints"] = "given"
     limits = {"lower": found.lower, "upper": found.upper}
     arguments = {"args": args, "method": name, "options": given, **limits, **own, **further}
     return augmented_lagrangian(fun, unknowns, found.function, found.adjoint, **arguments)

@@ -94,8 +94,7 @@ def _constraint(given: Any, unknowns: Unknowns) -> _Constraint:
         if kind not in ("eq", "ineq") or "fun" not in given or extra:
             wrong = f"the entry {sorted(map(str, extra))[0]!r}" if extra else f"type={shown(kind)}"
             raise ValueError(
-                f"a constraint that is a dictionary has 'type', which is 'eq' or 'ineq', 'fun', 'jac' and 'args'; got "
-                f"{wrong}"
+                f"constraints: a dictionary has 'type', which is 'eq' or 'ineq', 'fun', 'jac' and 'args'; got {wrong}"
             )
         jac, upper = given.get("jac"), 0.0 if kind == "eq" else math.inf
         jac = "2-point" if jac is None else jac

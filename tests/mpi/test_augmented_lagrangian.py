@@ -129,3 +129,13 @@ def test_limits_of_parts(mesh, same_on_all, folder):
             upper=3.0,
             mesh=mesh,
         )
+
+
+def test_scipys_constraints_have_the_bits_of_one_process(mesh, alone):
+    constraints = {"type": "ineq", "fun": PROBLEM.constraints, "jac": PROBLEM.jacobian}
+    given = {"bounds": (None, 1.5), "constraints": constraints}
+    expected, found = (
+        minimize(PROBLEM.value_and_gradient, PROBLEM.x0, **given, **each) for each in ({}, {"mesh": mesh})
+    )
+    assert all(np.array_equal(found[name], expected[name]) for name in NAMES)
+    assert np.allclose(found.x, alone.x, atol=1e-5)

@@ -245,6 +245,8 @@ TABLE = [
         {"checkpoints": 3},
         {"record": RECORD},
         {"record": 3},
+        {"constraints": {"type": "eq", "fun": sum}},
+        {"constraints": {"type": "le", "fun": sum}},
     ),
     *odd(
         "mpishard.Partition",
