@@ -3,15 +3,15 @@
 Input: the user's function, residuals or operator, a start, bounds, and perhaps a mesh.
 Output: a result with the fields of SciPy, the same on any number of ranks.
 
-Read ``minimization`` first, with the loop, then ``reverse_communication``, the minimisation in it, ``mesh_run``, the
+Read ``minimization`` first, and ``loop``, then ``reverse_communication``, the minimisation in it, ``mesh_run``, the
 ranks of a mesh, and ``functions``, with ``trees``, what users give; ``result`` is what they get, and the options by
 SciPy's names; ``inverse_hessian`` is a part of the result; ``finite_differences`` are for functions without a gradient.
 Beside it: ``sum_of_squares`` and ``residuals``, least squares, ``linear_problems``, linear ones, ``operators``, the
 matrices of both, whose rows are on ranks, ``iteration_files``, their checkpoints, and ``fit_covariance``, the errors of
 a fit; ``laplace_approximation``, with ``priors``, ``grid_prior`` and ``posterior``; ``elastic_minimization``;
-``multipliers``, constraints; ``ensemble`` and ``parameter_choice``, many runs; ``regularization`` and ``l1``, terms,
-``added_terms``, functions with them, and ``time_steps``, a part of such functions; ``gradient_check``, with ``taylor``,
-and ``adjoint_check``, tests of them; and ``pictures``.
+``multipliers``, ``augmented_function`` and ``scipy_constraints``, constraints; ``ensemble`` and ``parameter_choice``,
+many runs; ``regularization`` and ``l1``, terms, ``added_terms``, functions with them, and ``time_steps``, a part of such
+functions; ``gradient_check``, with ``taylor``, and ``adjoint_check``, tests of them; and ``pictures``.
 
 A name's module is imported when it is first asked for: without a mesh `minimize`, `least_squares` and `lsqr` do without
 MPI.

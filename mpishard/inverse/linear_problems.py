@@ -13,7 +13,7 @@ import numpy as np
 from mpishard.arguments import flag, integer, number, shown
 from mpishard.comm.errors import OneRank
 from mpishard.inverse.functions import Callback, Watch, on_any, opening, world_of
-from mpishard.inverse.minimization import files_given
+from mpishard.inverse.loop import files_given
 from mpishard.inverse.operators import MatrixOnRanks, OwnRows, RankSpace, is_operator
 from mpishard.inverse.result import OptimizeResult, count_of
 from mpishard.inverse.unknowns import Unknowns

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -37,6 +37,7 @@ from mpishard.record import RunRecord
 Array = Any
 _HOW_TO_SUM = "say reduction='sum'"
 _START = "start.json"  # the fact about the start
+_OUTER = "augmented_lagrangian.json"  # the fact about a loop of minimisations
 
 
 def parameters_of(unknowns: Unknowns) -> FlatParameters:
@@ -375,16 +376,37 @@ def check_files(checkpoints: Any, resume: Any, record: Any, mesh: Mesh) -> None:
         raise ValueError("the record is of another mesh; make it with the mesh of minimize")
 
 
+class OuterState(Protocol):
+    """What a loop of minimisations saves with the one under way, as facts of a checkpoint."""
+
+    def facts(self) -> dict[str, Any]:
+        """Facts with other names than those of a minimisation. Collective."""
+
+    def check(self, facts: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the loop can continue from these."""
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Continue from these."""
+
+
 class RunFiles:
     """Saves a minimisation after evaluations, and records them. Collective over the mesh, its creation too.
 
     It saves as often as ``checkpoints.every`` says, and at the end. Its arguments have passed `check_files`, and all
-    ranks have given them. Raises ValueError on all ranks if the checkpoint is of another minimisation, OSError if a
-    folder cannot be used.
+    ranks have given them. `outer` is of the loop whose minimisation this is, if there is one. Raises ValueError on all
+    ranks if the checkpoint is of another minimisation, OSError if a folder cannot be used.
     """
 
-    def __init__(self, ranks: MeshRanks, checkpoints: Any, resume: bool, record: RunRecord | None) -> None:
+    def __init__(
+        self,
+        ranks: MeshRanks,
+        checkpoints: Any,
+        resume: bool,
+        record: RunRecord | None,
+        outer: OuterState | None = None,
+    ) -> None:
         self._ranks = ranks
+        self._outer = outer
         self._optimizer = ranks.optimizer
         self._began = ranks.optimizer.clock  # above 0 where the optimizer has begun again
         self._checkpoints = checkpoints
@@ -417,15 +439,29 @@ class RunFiles:
 
     def _resume(self) -> None:
         state = self._optimizer.state
-        found = self._checkpoints.load(state.capture(), check=state.check)
+        found = self._checkpoints.load(state.capture(), check=self._check)
         if found is not None:
             state.report_changes(found.facts)
             state.restore(found.facts)
+            if self._outer is not None:
+                self._outer.restore(found.facts)
             report_resumed(found, self._checkpoints)
             saved = found.facts["minimizer.json"]
             self._value = float(saved["progress"]["value"])
             begun = found.facts.get(_START, {}).get("norm", self._start)
-            self.needs_check = not math.isnan(self._value) and bool(saved["stop_reason"] or begun != self._start)
+            elsewhere = bool(saved["stop_reason"]) or begun != self._start or self._outer is not None
+            self.needs_check = not math.isnan(self._value) and elsewhere
+
+    def _check(self, facts: Mapping[str, Any]) -> None:
+        """Raise ValueError unless these are the facts of a checkpoint of this minimisation."""
+        self._optimizer.state.check(facts)
+        if self._outer is not None:
+            self._outer.check(facts)
+        elif _OUTER in facts:
+            raise ValueError(
+                f"the checkpoint in {self._checkpoints.folder} is of augmented_lagrangian, and this is a "
+                "minimisation without constraints; give each its own folder, or resume=False"
+            )
 
     @property
     def _steps(self) -> int:
@@ -437,7 +473,7 @@ class RunFiles:
         """A sentence on how to continue."""
         if self._checkpoints is None:
             return "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can resume"
-        call = self._ranks.minimizer.method.call
+        call = self._ranks.minimizer.method.call if self._outer is None else "augmented_lagrangian"
         return f"{call}(..., resume=True) resumes from the checkpoint in {self._checkpoints.folder}"
 
     def _norm_of_start(self) -> float:
@@ -452,7 +488,7 @@ class RunFiles:
 
         This rank's `value` and `gradient` are at the best iterate of the checkpoint.
         """
-        saved = self._value
+        saved, self.needs_check = self._value, False
         found = self._ranks.combined("the gradient", value, gradient, problem)
         assert found is not None
         minimizer = self._ranks.minimizer
@@ -499,7 +535,8 @@ class RunFiles:
             self._record.flush()  # no later run repeats the evaluations before a checkpoint
         self._ranks.publish(self._ranks.minimizer.point)
         self._optimizer.state.consolidate()
-        self._checkpoints.save(self._optimizer.state.capture().with_facts({_START: {"norm": self._start}}))
+        outer = {} if self._outer is None else self._outer.facts()
+        self._checkpoints.save(self._optimizer.state.capture().with_facts({_START: {"norm": self._start}, **outer}))
 
 
 def report_resumed(found: Any, checkpoints: Any) -> None:

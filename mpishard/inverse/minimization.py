@@ -7,28 +7,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpishard.arguments import integer, shown
 from mpishard.inverse.finite_differences import FiniteDifferences
-from mpishard.inverse.functions import Attempts, Callback, Functions, Watch, on_any, opening
+from mpishard.inverse.functions import Callback, Functions, opening
 from mpishard.inverse.l1 import l1_option
+from mpishard.inverse.loop import files_given, run_loop
+from mpishard.inverse.multipliers import augmented_lagrangian
 from mpishard.inverse.result import (
     LoopOptions,
     MinimizationOutcome,
     OptimizeResult,
-    Table,
+    count_of,
     make_method,
     reject_keywords,
 )
-from mpishard.inverse.reverse_communication import EvaluationRequest, OneProcess, ReverseCommunication
-from mpishard.inverse.unknowns import Unknowns, copy_of_point
+from mpishard.inverse.reverse_communication import ReverseCommunication
+from mpishard.inverse.scipy_constraints import ScipyConstraints
+from mpishard.inverse.unknowns import Unknowns
 from mpishard.minimizers.method import Method
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
     from mpishard.comm.mesh import Mesh
-    from mpishard.inverse.inverse_hessian import InverseHessian
-    from mpishard.inverse.mesh_run import MeshRanks, RunFiles
     from mpishard.record import RunRecord
 
 Array = Any
+_OTHER_METHODS = "slsqp", "trust-constr", "cobyla", "cobyqa"  # of SciPy, which take constraints
 _ELASTIC_OPTIONS = ("min_workers", "max_workers", "folder", "discover", "failure_timeout", "respawn", "rebuild")
 
 
@@ -36,7 +38,7 @@ def minimize(
     fun: Callable[..., Any],
     x0: Any,
     args: Any = (),
-    method: str | Method = "L-BFGS-B",
+    method: str | Method | None = "L-BFGS-B",
     jac: bool | str | Callable[..., Any] = True,
     hess: Callable[..., Any] | None = None,
     hessp: Callable[..., Any] | None = None,
@@ -79,7 +81,7 @@ def minimize(
     method : str or Method
         ``"L-BFGS-B"``, ``"L-BFGS"``, ``"CG"``, ``"Newton-CG"`` or ``"trust-ncg"``, in upper or lower case; or a method
         such as ``mpishard.LBFGSB(history=20)``.  ``"Newton-CG"`` is another name of ``"trust-ncg"``: both are
-        `TruncatedNewton`, with a trust region and bounds; with the first `tol` sets ``xtol`` too.
+        `TruncatedNewton`, with a trust region and bounds; with the first `tol` sets ``xtol`` too.  None: the default.
     jac : True, callable, "2-point" or "3-point"
         True: `fun` returns ``(value, gradient)``.  A function: ``jac(x, *args)`` is the gradient.  A name: the gradient
         is by finite differences, with the steps of SciPy's ``jac`` of this name and inside of the bounds; `fun` returns
@@ -102,8 +104,14 @@ def minimize(
         numbers or arrays for all elements; or by tensor name.  Two pairs for two elements are one for each, as for
         SciPy, also where they are arrays: those of all lower and all upper bounds go into ``Bounds`` there.  A start
         outside of its bounds is moved to the nearest bound, and a message says so.
-    constraints : empty
-        Refused: equality constraints are for `augmented_lagrangian`.
+    constraints : optional
+        ``scipy.optimize.NonlinearConstraint`` or ``LinearConstraint``, a dictionary as SciPy's with ``type``, ``fun``,
+        ``jac`` and ``args``, or a list of these: with them `augmented_lagrangian` minimises by ``"L-BFGS-B"`` (or
+        ``"CG"``), and the result is its own.  `tol` sets ``gtol`` and ``ctol``, the tolerance of the constraints, which
+        are options then, and ``maxiter`` counts minimisations.  ``jac`` of a constraint returns an array, a sparse
+        matrix or an operator with ``shape``, ``matvec`` and ``rmatvec``; ``"2-point"``, ``"3-point"`` and ``"cs"``
+        call ``fun`` for each unknown, on each rank.  Its ``hess`` and ``keep_feasible=False`` have no use.  With
+        ``reduction="sum"`` each rank gives constraints of its own, at least one.
     tol : float, optional
         Sets the tolerances of the method that SciPy sets by it.
     callback : callable, optional
@@ -178,15 +186,16 @@ def minimize(
     >>> minimize(sphere, np.ones(3), bounds=[(0.5, None), (None, None), (-1, 1)]).x
     array([0.5, 0. , 0. ])
     """
+    if not (constraints is None or (isinstance(constraints, tuple | list | dict) and not constraints)):
+        loop_options = {"elastic": elastic, "samples": samples}
+        files = {"checkpoints": checkpoints, "resume": resume, "record": record}
+        further = {"jac": jac, "bounds": bounds, "callback": callback, "mesh": mesh, "reduction": reduction, **files}
+        return _constrained(fun, x0, args, method, constraints, tol, options, loop_options, {**further, **elements})
     with opening(mesh, "minimize") as same:
+        same["constraints"] = False
         extra = dict(elements)
         known = {name: extra.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
         reject_keywords("minimize", extra)
-        if constraints is not None and not (isinstance(constraints, tuple | list | dict) and not constraints):
-            raise ValueError(
-                "minimize takes no constraints: c(x) = 0 is for mpishard.augmented_lagrangian(fun, x0, constraints, "
-                "adjoint), where c(x) >= 0 becomes c(x) - s = 0 with unknowns s and bounds s >= 0"
-            )
         watcher = Callback(callback)
         functions = Functions(fun, jac, hessp, args, hess, may_differ=True)
         functions.check_terms(reduction)
@@ -198,6 +207,7 @@ def minimize(
             raise ValueError(
                 "hess= needs all elements of x0, which is split over ranks; give hessp= of this rank's part"
             )
+        method = "L-BFGS-B" if method is None else method
         about = {**unknowns.options(bounds, **known), "l1": l1_option(functions.l1, unknowns)}
         chosen, loop = make_method(method, options, tol, unknowns.total, **about)
         same |= {"method": type(chosen), "reduction": reduction, "samples": samples, "elastic": elastic}
@@ -221,6 +231,47 @@ def minimize(
         record=record,
     )
     return ended.result
+
+
+def _constrained(
+    fun: Any,
+    x0: Any,
+    args: Any,
+    method: Any,
+    constraints: Any,
+    tol: float | None,
+    options: Any,
+    elastic: Mapping[str, Any],
+    further: Mapping[str, Any],
+) -> OptimizeResult:
+    """Minimise under SciPy's constraints by `augmented_lagrangian`, to which `further` arguments go.  Collective."""
+    with opening(further["mesh"], "minimize") as same:
+        same["constraints"] = True
+        name = "L-BFGS-B" if method is None else method
+        if isinstance(name, str) and name.lower() in _OTHER_METHODS:
+            raise ValueError(
+                f"there is no method {name!r}: with constraints leave method= out, and an augmented Lagrangian with "
+                "'L-BFGS-B' meets them"
+            )
+        if name in ("Newton-CG", "trust-ncg"):
+            raise ValueError(
+                f"method={name!r} with constraints needs products with the Hessian of the Lagrangian: call "
+                "mpishard.augmented_lagrangian with hessp= and forward="
+            )
+        if elastic["elastic"] or elastic["samples"] is not None:
+            raise ValueError("constraints= are for ranks that stay: leave elastic= and samples= out")
+        if not (options is None or isinstance(options, Mapping)):
+            raise TypeError(f"options={shown(options)} must be a dictionary of names and values")
+        given = dict(options or {})
+        own = {} if tol is None else {"gtol": tol, "ctol": tol}
+        own |= {each: given.pop(each) for each in ("gtol", "ctol", "maxiter") if each in given}
+        if "maxiter" in own:
+            own["maxiter"] = count_of(own["maxiter"])
+        unknowns = Unknowns(x0)
+        found = ScipyConstraints(constraints, unknowns)
+    limits = {"lower": found.lower, "upper": found.upper}
+    arguments = {"args": args, "method": name, "options": given, **limits, **own, **further}
+    return augmented_lagrangian(fun, unknowns, found.function, found.adjoint, **arguments)
 
 
 def _check_differences(functions: Functions, unknowns: Unknowns, is_elastic: bool, mesh: Mesh | None) -> None:
@@ -287,17 +338,6 @@ def elastic_options(
     return ElasticArguments(options, None if samples is None else integer("samples", samples, least=1))
 
 
-def files_given(mesh: Any, checkpoints: Any, resume: Any, record: Any) -> dict[str, Any]:
-    """The files of a run that a rank gives, for `opening`; TypeError or ValueError if they are unfit."""
-    if mesh is not None:
-        from mpishard.inverse.mesh_run import check_files
-
-        check_files(checkpoints, resume, record, mesh)
-    elif checkpoints is not None or resume or record is not None:
-        raise ValueError("checkpoints, resume and record are for a mesh; give mesh=mpishard.Mesh()")
-    return {"checkpoints": checkpoints is not None, "resume": resume, "record": record is not None}
-
-
 def solve(
     functions: Functions,
     method: Method,
@@ -326,105 +366,3 @@ def solve(
         sums = reduction == "sum"
         differences = FiniteDifferences(functions, unknowns, optimizer.run, mesh, sums, loop.retries)
     return run_loop(optimizer, functions, unknowns, callback, loop, checkpoints, resume, record, differences)
-
-
-def run_loop(
-    optimizer: ReverseCommunication,
-    functions: Functions,
-    unknowns: Unknowns,
-    callback: Callback,
-    loop: LoopOptions,
-    checkpoints: Checkpoints | None = None,
-    resume: bool = False,
-    record: RunRecord | None = None,
-    differences: FiniteDifferences | None = None,
-) -> MinimizationOutcome:
-    """Minimise by an optimizer that has begun, until it, the callback, the time or a signal ends the loop.
-
-    Collective over its mesh. `differences` give gradients in place of the functions.
-    """
-    ranks = optimizer.run
-    files: RunFiles | None = None
-    if not isinstance(ranks, OneProcess):
-        from mpishard.inverse.mesh_run import RunFiles
-
-        files = RunFiles(ranks, checkpoints, resume, record)
-    table = Table(shown=on_any(ranks.world, loop.disp) and ranks.world.rank == 0)
-    watch = Watch(ranks.world, callback, loop.maxtime)
-    iterates: list[Any] = []
-    attempts = Attempts(ranks.together, loop.retries)
-
-    def outcome(request: EvaluationRequest) -> tuple[float, Any, BaseException | None]:
-        if differences is not None and request.direction is None:
-            return differences(request.x)
-        return _outcome(functions, attempts, request)
-
-    def intermediate() -> OptimizeResult:
-        progress, x = optimizer.progress, unknowns.shown_to_user()  # the point is still that of the last request
-        return OptimizeResult(x=x, fun=progress.value, nit=progress.iterations, nfev=progress.evaluations)
-
-    with ranks.watching():
-        if files is not None and files.needs_check:
-            best = EvaluationRequest(optimizer.gather_result().x)
-            files.check_function(*outcome(best))
-        while (request := optimizer.ask()) is not None:
-            optimizer.tell_outcome(*outcome(request))
-            progress = optimizer.progress
-            if progress.accepted or (request.direction is None and progress.evaluations == 1):
-                table.row(progress)
-                if loop.return_all:  # the unknowns still are the point of the last request
-                    iterates.append(unknowns.copy_of(unknowns.shown))
-            reason = watch.reason_to_stop(intermediate) if progress.accepted else ""
-            reason = reason or ("signal" if ranks.interrupted else "")
-            if reason and not optimizer.has_ended:
-                optimizer.stop(reason)
-            if files is not None:
-                files.evaluated(ended=optimizer.has_ended)
-            del request  # the next point may have the memory of this one
-    if files is not None:
-        files.end(optimizer.stop_reason)
-    result = optimizer.gather_result()
-    if loop.return_all:
-        result["allvecs"] = iterates
-    if loop.hess_inv:
-        result["hess_inv"] = _inverse_hessian(ranks, functions, attempts, unknowns)
-    table.end(result.message)
-    return MinimizationOutcome(result, optimizer.progress, optimizer.stop_reason)
-
-
-def _inverse_hessian(
-    ranks: OneProcess | MeshRanks, functions: Functions, attempts: Attempts, unknowns: Unknowns
-) -> InverseHessian:
-    """The inverse Hessian at the best iterate, which the unknowns are.  Collective."""
-    from mpishard.inverse.inverse_hessian import InverseHessian
-    from mpishard.minimizers.inverses import inverse_at_end
-
-    mesh = None if isinstance(ranks, OneProcess) else ranks.mesh
-    minimizer, gather, combined = ranks.minimizer, ranks.gather, ranks.combined_product
-    x = unknowns.copy_of(unknowns.shown) if minimizer.method.needs_products else None
-
-    def product(direction: Array) -> Array:
-        along = unknowns.like_x0(gather(direction).copy())
-        _, found, problem = _outcome(functions, attempts, EvaluationRequest(copy_of_point(x), along))
-        return combined(found, problem)
-
-    return InverseHessian(inverse_at_end(minimizer, product), unknowns, ranks.own, gather, mesh)
-
-
-def _outcome(
-    functions: Functions, attempts: Attempts, request: EvaluationRequest
-) -> tuple[float, Any, BaseException | None]:
-    """The value and the vector that are wanted, or the error of the user's function, of which all ranks learn."""
-
-    def call() -> tuple[float, Any]:
-        # A call that fails may have changed what it was given.
-        given: Callable[[Any], Any] = copy_of_point if attempts.retries else lambda each: each
-        if request.direction is None:
-            return functions.value_and_gradient(given(request.x))
-        return 0.0, functions.product(given(request.x), given(request.direction))
-
-    value, vector = 0.0, None
-    attempt = attempts(call)
-    if attempt.problem is None:
-        value, vector = attempt.found
-    return value, vector, attempt.problem

@@ -1,28 +1,29 @@
-"""`augmented_lagrangian`: equality constraints by the method of multipliers, around the loop of `minimize`."""
+"""`augmented_lagrangian`: constraints by the method of multipliers, around the loop of `minimize`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpishard.arguments import integer, number, reject_unknown, shown
-from mpishard.backend import array as arrays
-from mpishard.comm.errors import OneRank, raised_on_all
-from mpishard.inverse.functions import Callback, Functions, Watch, opening, sum_of_values, world_of
-from mpishard.inverse.minimization import files_given, run_loop
-from mpishard.inverse.result import MinimizationOutcome, OptimizeResult, make_method
-from mpishard.inverse.reverse_communication import ReverseCommunication, begin_again
+from mpishard.inverse.augmented_function import AugmentedFunction, Constraints
+from mpishard.inverse.functions import Callback, Functions, Watch, opening, world_of
+from mpishard.inverse.loop import evaluate_until_end, files_given, files_of
+from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, make_method
+from mpishard.inverse.reverse_communication import ReverseCommunication, begin_again, set_tolerance
 from mpishard.inverse.unknowns import Unknowns
+from mpishard.layout.run_state import brief
 from mpishard.minimizers.method import Method
 
 if TYPE_CHECKING:
-    from mpishard.comm.axis import Axis
+    from mpishard.checkpoint import Checkpoints
     from mpishard.comm.mesh import Mesh
+    from mpishard.inverse.mesh_run import RunFiles
     from mpishard.record import RunRecord
 
 Array = Any
@@ -31,13 +32,16 @@ _GROW, _SMALLER = 10.0, 0.25
 _LARGEST_PENALTY = 1e14
 _FIRST_TOLERANCE, _TIGHTER = 0.01, 0.1  # of the minimisations
 _STALLED = 3  # minimisations that change nothing
-_STATUS = {"callback": 99, "signal": 99, "seconds": 1}
+_STATUS = {"gradient": 0, "iterations": 1, "seconds": 1, "callback": 99, "signal": 99}
+_STOPPED = "callback", "signal", "seconds"
 _FATAL = ("not finite", "range", "unbounded")
 _NO_SOLUTION = (
     "the constraints may have no common solution, or adjoint is not that of their Jacobian, which "
     "mpishard.check_adjoint tests"
 )
-_OF_MINIMIZE = ("checkpoints", "resume", "elastic", "samples")
+_OF_MINIMIZE = ("elastic", "samples")
+# Facts of a checkpoint: the course of the loop, and the multipliers of all ranks.
+MULTIPLIERS, _NUMBERS = "augmented_lagrangian.json", "multipliers"
 
 
 def augmented_lagrangian(
@@ -46,12 +50,16 @@ def augmented_lagrangian(
     constraints: Callable[..., Any],
     adjoint: Callable[..., Any],
     *,
+    lower: Any = 0.0,
+    upper: Any = 0.0,
     args: Any = (),
     method: str | Method = "L-BFGS-B",
     jac: bool | Callable[..., Any] = True,
+    hessp: Callable[..., Any] | None = None,
+    forward: Callable[..., Any] | None = None,
     bounds: Any = None,
     multipliers: Any = None,
-    penalty: float = 10.0,
+    penalty: float | None = None,
     gtol: float = 1e-5,
     ctol: float = 1e-6,
     maxiter: int = 100,
@@ -59,17 +67,20 @@ def augmented_lagrangian(
     options: Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
     reduction: str | None = None,
+    checkpoints: Checkpoints | None = None,
+    resume: bool = False,
     record: RunRecord | None = None,
     **elements: Any,
 ) -> OptimizeResult:
-    """Minimise a function under equality constraints ``c(x) = 0``, and bounds.
+    """Minimise a function under constraints ``lower <= c(x) <= upper``, which are equations by default, and bounds.
 
-    The method of multipliers minimises ``f - y'c + penalty / 2 |c|^2`` by `minimize`, then corrects the multipliers y
-    by ``y - penalty c``, until both the constraints and the gradient of the Lagrangian ``f - y'c`` are small enough.
-    The penalty grows tenfold where the largest constraint is more than a quarter of the one before, and a minimisation
-    ends at a tenth of the tolerance of the one before.  What a minimisation has learned of the curvature serves the
-    next one, unless the penalty has grown.  It needs products with the adjoint of the Jacobian of c, not
-    the Jacobian.  With a mesh it is collective.
+    The method of multipliers minimises the augmented Lagrangian ``f - y'r + penalty / 2 |r|^2`` by `minimize`, then
+    corrects the multipliers y by ``y - penalty r``, until the constraints are met and the gradient of the Lagrangian
+    ``f - y'c`` is small enough.  Of an equation r is ``c - lower``; of others it is c less the point between the limits
+    that is nearest to ``c - y / penalty`` (Powell, Hestenes and Rockafellar), so that no slack variables are needed.
+    The penalty grows tenfold where the largest r is more than a quarter of the one before.  A minimisation ends at a
+    tenth of the tolerance of the one before, and goes on with what that has learned of the curvature.  It needs
+    products with the adjoint of the Jacobian of c, not the Jacobian.  With a mesh it is collective.
 
     Parameters
     ----------
@@ -80,22 +91,30 @@ def augmented_lagrangian(
         ``constraints(x, *args)`` returns c, an array of as many numbers in each call.
     adjoint : callable
         ``adjoint(x, v, *args)`` returns ``J(x)' v``, like a gradient: J is the Jacobian of c, v an array like c.
+    lower, upper : float or array
+        The limits of the constraints, one number or an array like c; infinite where there is no limit.
     args : tuple
         Further arguments of all functions.
     method : str or Method
-        ``"L-BFGS-B"``, ``"L-BFGS"`` or ``"CG"``, or such a method.
+        As for `minimize`; the Newton methods need `hessp` and `forward`.
     jac : True or callable
         As for `minimize`.
+    hessp : callable, optional
+        ``hessp(x, direction, y, *args)``: the Hessian of the Lagrangian ``f - y'c`` by x times a direction.
+    forward : callable, optional
+        ``forward(x, direction, *args)``: ``J(x)`` times a direction, an array like c.
     bounds : optional
-        As for `minimize`, for ``"L-BFGS-B"``.
+        As for `minimize`, for ``"L-BFGS-B"`` and the Newton methods.
     multipliers : array, optional
         y, like c, to begin with: those of an earlier result go on from there.  Default: 0.
-    penalty : float
-        To begin with.
+    penalty : float, optional
+        To begin with.  Default: 10, or less, and at least 1, where the constraints at the start weigh more than the
+        function: ``10 max(1, |f|) / max(1, |r|^2 / 2)``.
     gtol : float
         It has converged where the largest element of the projected gradient of the Lagrangian is at most this,
     ctol : float
-        and that of c at most this.
+        and no constraint is beyond a limit by more than this, nor both its multiplier and its distance from the limit
+        larger than this.
     maxiter : int
         The most minimisations.
     callback : callable, optional
@@ -107,10 +126,14 @@ def augmented_lagrangian(
         The ranks that minimise together.
     reduction : {None, "sum"}
         None: `fun`, `constraints` and `adjoint` return the same on all ranks.  ``"sum"``: `fun` its part of value and
-        gradient, as for `minimize`; `constraints` some of the constraints, on each rank others, any number, also none;
-        and `adjoint` the product with their v, which is summed over the ranks.  With an `x0` that is split over the
-        tensor axis, or a `Partition`, `adjoint` returns this rank's part, as the gradient: what the constraints of all
-        ranks of its group contribute.
+        gradient, as for `minimize`; `constraints` some of the constraints, on each rank others, any number, also none,
+        with `lower` and `upper` of these; and `adjoint` the product with their v, which is summed over the ranks.  With
+        an `x0` that is split over the tensor axis, or a `Partition`, `adjoint` returns this rank's part, as the
+        gradient: what the constraints of all ranks of its group contribute.  So it is for `hessp` and `forward`.
+    checkpoints, resume : optional
+        As for `minimize`: it continues in the middle of the minimisation that was under way, with the same bits.  With
+        ``"sum"`` other numbers of ranks can continue it if their constraints, those of the first rank first, have the
+        same order.
     record : RunRecord, optional
         As for `minimize`.
     **elements
@@ -120,9 +143,12 @@ def augmented_lagrangian(
     -------
     OptimizeResult
         ``x``; ``fun``, the value of the function alone; ``constr``, the constraints, and ``multipliers``, on a mesh
-        with ``"sum"`` those of this rank; ``constr_violation``, the largest of all constraints; ``lagrangian_grad``
-        and ``optimality``, the largest element of it, projected; ``penalty``; ``nit``, the number of minimisations;
-        ``nfev``, evaluations; ``status`` and ``success`` as those of `minimize`; ``message``.
+        with ``"sum"`` those of this rank; ``constr_violation``, the largest distance from limits of all constraints;
+        ``complementarity``, the largest of the smaller ones of a multiplier and the distance from its limit;
+        ``lagrangian_grad`` and ``optimality``, the largest element of it, projected; ``penalty``; ``nit``, the number
+        of minimisations; ``nfev``, evaluations; ``nhev``, Hessian products; ``status`` and ``success`` as those of
+        `minimize`; ``message``.  A multiplier is positive at a lower limit, negative at an upper one, and 0 between
+        them.
 
     Raises
     ------
@@ -131,22 +157,17 @@ def augmented_lagrangian(
     Exception
         What a function raises, on a mesh on all ranks.
 
-    Notes
-    -----
-    Inequalities ``c(x) >= 0`` become equalities ``c(x) - s = 0`` by further unknowns s, with the bounds ``s >= 0``.
-
     References
     ----------
-    D. P. Bertsekas: Constrained Optimization and Lagrange Multiplier Methods (1982), section 2.2.5.  R. Andreani, E. G.
-    Birgin, J. M. Martinez and M. L. Schuverdt: On augmented Lagrangian methods with general lower-level constraints.
-    SIAM Journal on Optimization 18, 1286-1309 (2007), algorithm 3.1.
+    D. P. Bertsekas: Constrained Optimization and Lagrange Multiplier Methods (1982), section 2.2.5.  E. G. Birgin and
+    J. M. Martinez: Practical Augmented Lagrangian Methods for Constrained Optimization (2014), algorithm 4.1.
 
     Examples
     --------
     >>> import numpy as np
     >>> def plane(x):
     ...     return x.sum(), np.ones(2)
-    >>> result = augmented_lagrangian(plane, [1.0, 0.0], lambda x: [x @ x - 2], lambda x, v: 2 * x * v)
+    >>> result = augmented_lagrangian(plane, [1.0, 0.0], lambda x: [x @ x], lambda x, v: 2 * x * v, upper=2)
     >>> [round(float(each), 4) for each in (*result.x, *result.multipliers)]
     [-1.0, -1.0, -0.5]
     """
@@ -156,16 +177,17 @@ def augmented_lagrangian(
         for name in elements:
             if name in _OF_MINIMIZE:
                 raise TypeError(
-                    f"augmented_lagrangian takes no {name}=, as minimize does: save x, multipliers and penalty in "
-                    "callback=, and call it with these to continue"
+                    f"augmented_lagrangian takes no {name}=, as minimize does: give checkpoints= and resume=True, and "
+                    "the job continues when it is started again"
                 )
         reject_unknown("augmented_lagrangian", elements)
-        if mesh is None and (reduction is not None or record is not None):
-            raise ValueError("reduction and record are for a mesh; give mesh=mpishard.Mesh()")
-        for name, function in (("constraints", constraints), ("adjoint", adjoint)):
-            if not callable(function):
+        if mesh is None and reduction is not None:
+            raise ValueError("reduction is for a mesh; give mesh=mpishard.Mesh()")
+        needed = {"constraints": constraints, "adjoint": adjoint}
+        for name, function in {**needed, "forward": forward, "hessp": hessp}.items():
+            if not (callable(function) or (function is None and name not in needed)):
                 raise TypeError(f"{name}={shown(function)} must be a function")
-        unknowns = Unknowns(x0)
+        unknowns = Unknowns.of(x0)
         if mesh is None:
             unknowns.check_not_split()
         given = {} if options is None else options
@@ -175,224 +197,181 @@ def augmented_lagrangian(
             given = {"ftol": 0.0, **given}
         chosen, loop = make_method(method, given, None, unknowns.total, **unknowns.options(bounds, **known))
         loop.expect_no_more_results("augmented_lagrangian")
-        if chosen.needs_products:
-            raise ValueError(f"method={shown(method)} needs products with the Hessian; 'L-BFGS-B' and 'CG' do not")
+        if chosen.needs_products and (hessp is None or forward is None):
+            raise ValueError(
+                f"method={shown(method)} needs products with the Hessian: give hessp= of the Lagrangian and forward= "
+                "of the constraints; 'L-BFGS-B' and 'CG' do without"
+            )
         functions = Functions(fun, jac, None, args)
         functions.check_terms(reduction)
         if functions.l1:
             raise ValueError("augmented_lagrangian takes no L1 term, which minimize does; take a smooth term")
-        run = _Multipliers(functions, constraints, adjoint, args, unknowns, world, reduction)
-        run.penalty = number("penalty", penalty, above=0)
+        of_user = Constraints(constraints, adjoint, lower, upper, forward, hessp)
+        run = AugmentedFunction(functions, of_user, args, unknowns, world, reduction)
+        first_penalty = None if penalty is None else number("penalty", penalty, above=0)
         gtol, ctol = number("gtol", gtol, least=0), number("ctol", ctol, least=0)
         maxiter = integer("maxiter", maxiter, least=1)
         watcher = Callback(callback)
         same |= {"method": type(chosen), "reduction": reduction, "penalty": penalty, "gtol": gtol, "ctol": ctol}
-        same |= {"maxiter": maxiter, "multipliers": multipliers is not None, **files_given(mesh, None, False, record)}
-        same["retries"] = loop.retries
-    run.begin(multipliers)
-
-    here, quiet = Functions(run.value_and_gradient, True, None, ()), Callback(None)
+        same |= {"maxiter": maxiter, "multipliers": multipliers is not None, "retries": loop.retries}
+        same |= files_given(mesh, checkpoints, resume, record)
     first = replace(chosen, gtol=max(_FIRST_TOLERANCE, gtol))
-    optimizer = ReverseCommunication(first, run.unknowns, mesh=mesh, reduction=reduction)
-
-    def minimized(tolerance: float, keep_history: bool) -> MinimizationOutcome:
-        if optimizer.has_ended:
-            begin_again(optimizer, tolerance, keep_history)
-        return run_loop(optimizer, here, run.unknowns, quiet, loop, record=record)
-
-    return _outer_loop(run, minimized, watcher, gtol, ctol, maxiter)
+    optimizer = ReverseCommunication(first, unknowns, mesh=mesh, reduction=reduction)
+    outer = _OuterLoop(run, optimizer, loop, gtol, ctol, maxiter)
+    outer.begin(files_of(optimizer, checkpoints, resume, record, outer), multipliers, first_penalty)
+    return outer.run(watcher)
 
 
-def _outer_loop(
-    run: _Multipliers,
-    minimized: Callable[[float, bool], MinimizationOutcome],
-    callback: Callback,
-    gtol: float,
-    ctol: float,
-    maxiter: int,
-) -> OptimizeResult:
-    """Minimise and correct in turns. Collective over the mesh."""
-    tolerance, before, lowest = _FIRST_TOLERANCE, math.inf, math.inf
-    iterations = evaluations = stalled = 0
-    same_penalty = True
-    watch = Watch(run.world, callback)
-    status, text = 1, f"stopped: the number of minimisations reached maxiter={maxiter}"
-    while iterations < maxiter:
-        # Multipliers change the Hessian of the augmented function little; another penalty is another function.
-        ended = minimized(max(tolerance, gtol), same_penalty)
-        iterations, evaluations = iterations + 1, evaluations + ended.result.nfev
-        run.measure()
-        optimality, reason = ended.progress.projected_norm, ended.reason
-        if reason in _STATUS or reason in _FATAL:
-            status, text = _STATUS.get(reason, 2), ended.result.message
-            break
-        run.correct()
-        if run.violation <= ctol and optimality <= gtol:
-            status, text = 0, f"converged: the constraints are met to ctol={ctol:g}, the gradient to gtol={gtol:g}"
-            break
-        stalled = 0 if run.violation < 0.5 * lowest or reason == "gradient" else stalled + 1
-        lowest = min(lowest, run.violation)
-        if stalled >= _STALLED:
-            hint = "mpishard.check_adjoint tests adjoint" if run.violation <= ctol else _NO_SOLUTION
-            text = f"failed: nothing gets smaller any more; the last minimisation {ended.result.message}; {hint}"
-            status = 2
-            break
-        same_penalty = run.violation <= max(_SMALLER * before, ctol)
-        if not same_penalty:
-            if run.penalty * _GROW > _LARGEST_PENALTY:
-                status, text = 2, f"failed: the penalty has reached {run.penalty:g}; {_NO_SOLUTION}"
-                break
-            run.penalty *= _GROW
-        before, tolerance = run.violation, tolerance * _TIGHTER
-        if watch.reason_to_stop(partial(run.intermediate, iterations, evaluations)):
-            status, text = 99, "stopped: the callback raised StopIteration or returned True"
-            break
-    return OptimizeResult(
-        x=run.unknowns.shown_to_user(),
-        fun=run.value(),
-        constr=run.constr,
-        constr_violation=run.violation,
-        multipliers=run.multipliers,
-        lagrangian_grad=ended.result["jac"],
-        optimality=optimality,
-        penalty=run.penalty,
-        nit=iterations,
-        nfev=evaluations + 1,
-        status=status,
-        success=status == 0,
-        message=f"{text} (largest constraint {run.violation:.3g}, largest element of the gradient {optimality:.3g})",
-    )
+@dataclass(frozen=True)
+class _Course:
+    """Where the outer loop is when a minimisation begins."""
+
+    minimizations: int = 0
+    evaluations: int = 0  # of all minimisations so far
+    products: int = 0
+    penalty: float = math.nan
+    tolerance: float = _FIRST_TOLERANCE
+    before: float = math.inf  # the largest residual of the last minimisation, and the lowest of all
+    lowest: float = math.inf
+    stalled: int = 0
 
 
-class _Multipliers:
-    """The augmented function with the multipliers of this rank. Methods are collective, unless they say otherwise."""
+class _OuterLoop:
+    """Minimises and corrects in turns. Methods are collective over the mesh, unless they say otherwise."""
 
     def __init__(
         self,
-        functions: Functions,
-        constraints: Callable[..., Any],
-        adjoint: Callable[..., Any],
-        args: Any,
-        unknowns: Unknowns,
-        world: Axis | OneRank,
-        reduction: str | None,
+        function: AugmentedFunction,
+        optimizer: ReverseCommunication,
+        loop: LoopOptions,
+        gtol: float,
+        ctol: float,
+        maxiter: int,
     ) -> None:
-        self._functions = functions
-        self._constraints, self._adjoint = constraints, adjoint
-        self._args = args if isinstance(args, tuple) else (args,)
-        self.unknowns = unknowns
-        self.world = world
-        self._sums = reduction == "sum"
-        # The terms of all constraints are rounded once: the partition is no part of the result.
-        self._sums_here = self._sums and unknowns.is_cut_by_application
-        # Of ranks that share the unknowns, whose functions may wait for each other: after each one all must agree.
-        self._meeting = world if unknowns.is_split or self._sums_here else None
-        self.penalty = 1.0
-        self.multipliers: np.ndarray = np.empty(0)
-        self.constr: np.ndarray = np.empty(0)  # at the unknowns
-        self.violation = math.nan  # over all ranks
+        self._function, self._optimizer, self._loop = function, optimizer, loop
+        self._gtol, self._ctol, self._maxiter = gtol, ctol, maxiter
+        self._inner = Functions(function.value_and_gradient, True, function.product, ())
+        self._course = _Course()
+        self._saved: Mapping[str, Any] | None = None  # the facts of the checkpoint
+        self._files: RunFiles | None = None
 
-    def begin(self, multipliers: Any) -> None:
-        """Find the number of constraints at the start, and take the multipliers."""
-        with raised_on_all(self.world):
-            found = self._constraints(self.unknowns.shown_to_user(), *self._args)
-            self.constr = _reals("constraints must return", found)
-            self.multipliers = np.zeros(self.constr.size)
-            if multipliers is not None:
-                self.multipliers = _reals("multipliers must be", multipliers).copy()
-            if self.multipliers.size != self.constr.size:
-                raise ValueError(
-                    f"there are {self.multipliers.size} multipliers, but {self.constr.size} constraints; give one each"
-                )
-            if not np.isfinite(self.multipliers).all():
-                raise ValueError("multipliers must be finite")
+    def begin(self, files: RunFiles | None, multipliers: Any, penalty: float | None) -> None:
+        """Begin at the start, or where the checkpoint of the files was saved."""
+        function, self._files = self._function, files
+        function.begin(self._optimizer, multipliers, penalty, self._loop.retries)
+        self._course = replace(self._course, penalty=function.penalty)
+        if self._saved is not None:
+            self._course = _Course(**self._saved[MULTIPLIERS])
+            function.penalty = self._course.penalty
+            function.take_shifts(self._saved[_NUMBERS])
+            set_tolerance(self._optimizer, max(self._course.tolerance, self._gtol))
 
-    def _of_point(self) -> np.ndarray:
-        found = self._constraints(self.unknowns.shown_to_user(), *self._args)
-        constr = _reals("constraints must return", found)
-        if constr.size != self.multipliers.size:
-            raise ValueError(
-                f"constraints returned {constr.size} numbers, but {self.multipliers.size} at x0; return as many"
-            )
-        return constr
-
-    def value_and_gradient(self, x: Any) -> tuple[float, Any]:
-        """The augmented Lagrangian, on a mesh with "sum" this rank's part of it.
-
-        Collective if the unknowns are split or cut by the application, and only then.
-        """
-        unknowns = self.unknowns  # whose values are those of x
-        with raised_on_all(self._meeting):
-            value, gradient = self._functions.value_and_gradient(x)
-            flat = unknowns.vector("the gradient", gradient)
-        with raised_on_all(self._meeting):
-            constr = self._of_point()
-        multipliers = self.multipliers - self.penalty * constr
-        with raised_on_all(self._meeting):
-            product = self._adjoint(unknowns.shown_to_user(), multipliers, *self._args)
-            flat = flat - unknowns.vector("the product of adjoint", product)
-        terms = constr * (0.5 * self.penalty * constr - self.multipliers)
-        total = self._total(value, terms) if self._sums_here else math.nan
-        if math.isfinite(total):
-            return total if self.world.rank == 0 else 0.0, unknowns.like_x0(flat)
-        return value + sum_of_values(terms), unknowns.like_x0(flat)
-
-    def _total(self, value: float, terms: np.ndarray) -> float:
-        """The values of all ranks, and the terms of all, as one process adds them up."""
-        values, parts = zip(*self.world.allgather_object((value, _exact_parts(terms))), strict=True)
-        return sum_of_values(values) + sum_of_values([part for each in parts for part in each])
-
-    def measure(self) -> None:
-        """Evaluate the constraints at the unknowns."""
-        with raised_on_all(self.world):
-            self.constr = self._of_point()
-        largest = float(np.max(np.abs(self.constr), initial=0.0))
-        tops = np.array(self.world.allgather_object(math.nan if math.isnan(largest) else largest))
-        if len(tops) > 1 and not self._sums:
-            from mpishard.inverse.mesh_run import check_identical
-
-            check_identical("values of the constraints", tops)
-        self.violation = float(np.max(tops))
-
-    def correct(self) -> None:
-        """Take the multipliers by which the gradient of the Lagrangian is that of the last minimisation."""
-        self.multipliers = self.multipliers - self.penalty * self.constr
-
-    def value(self) -> float:
-        """The user's function at the unknowns, of all ranks."""
-        with raised_on_all(self.world):
-            value, _ = self._functions.value_and_gradient(self.unknowns.shown_to_user())
-        values = self.world.allgather_object(value)
-        return sum_of_values(values) if self._sums else float(values[0])
-
-    def intermediate(self, iterations: int, evaluations: int) -> OptimizeResult:
-        """The result after a minimisation, for the callback. Not collective."""
+    def run(self, callback: Callback) -> OptimizeResult:
+        """Minimise until the method has converged, or something else ends it."""
+        function, optimizer = self._function, self._optimizer
+        watch, quiet = Watch(function.world, callback), Callback(None)
+        while True:
+            ended = evaluate_until_end(optimizer, self._inner, function.unknowns, quiet, self._loop, self._files)
+            function.measure()
+            course, reason, text = self._judged(ended)
+            if not reason and course.minimizations >= self._maxiter:
+                reason, text = "iterations", f"stopped: the number of minimisations reached maxiter={self._maxiter}"
+            if not reason and watch.reason_to_stop(partial(self._intermediate, course)):
+                reason, text = "callback", "stopped: the callback raised StopIteration or returned True"
+            if reason:
+                break
+            self._course = course
+            begin_again(optimizer, max(course.tolerance, self._gtol))
+            function.begin_again(course.penalty)
+        if self._files is not None:
+            self._files.end(reason)
+            optimizer.gather_result()  # the last checkpoint has the next point
+        distances, optimality = function.distances, ended.progress.projected_norm
+        found = f"largest constraint {distances.violation:.3g}, largest element of the gradient {optimality:.3g}"
         return OptimizeResult(
-            x=self.unknowns.copy_of(self.unknowns.shown),
-            constr_violation=self.violation,
-            multipliers=self.multipliers.copy(),
-            penalty=self.penalty,
-            nit=iterations,
-            nfev=evaluations,
+            x=function.unknowns.shown_to_user(),
+            fun=function.value(),
+            constr=function.constr,
+            constr_violation=distances.violation,
+            multipliers=function.multipliers,
+            complementarity=distances.complementarity,
+            lagrangian_grad=ended.result["jac"],
+            optimality=optimality,
+            penalty=course.penalty,
+            nit=course.minimizations,
+            nfev=course.evaluations,
+            njev=course.evaluations,
+            nhev=course.products,
+            status=_STATUS.get(reason, 2),
+            success=reason == "gradient",
+            message=f"{text} ({found})",
         )
 
+    def _judged(self, ended: MinimizationOutcome) -> tuple[_Course, str, str]:
+        """The course after a minimisation, and why that was the last one, in a word and in a sentence, or nothing.
 
-def _exact_parts(numbers: np.ndarray) -> list[float]:
-    """A few numbers whose sum is exactly that of many; the last one is not finite if one of many is not."""
-    parts: list[float] = []
-    rest = sum_of_values(numbers)
-    while rest:
-        parts.append(rest)
-        rest = sum_of_values(np.append(numbers, np.negative(parts))) if math.isfinite(rest) else 0.0
-    return parts
+        Not collective.
+        """
+        course, distances, reason, progress = self._course, self._function.distances, ended.reason, ended.progress
+        # The first evaluation of each minimisation but the first is known.
+        new = progress.evaluations - (course.minimizations > 0)
+        course = replace(
+            course,
+            minimizations=course.minimizations + 1,
+            evaluations=course.evaluations + new,
+            products=course.products + progress.products,
+        )
+        if reason in (*_STOPPED, *_FATAL):
+            return course, reason, ended.result.message
+        met = max(distances.violation, distances.complementarity) <= self._ctol
+        if met and progress.projected_norm <= self._gtol:
+            text = f"converged: the constraints are met to ctol={self._ctol:g}, the gradient to gtol={self._gtol:g}"
+            return course, "gradient", text
+        moves = distances.residual < 0.5 * course.lowest or reason == "gradient"
+        course = replace(
+            course,
+            stalled=0 if moves else course.stalled + 1,
+            lowest=min(course.lowest, distances.residual),
+            before=distances.residual,
+            tolerance=course.tolerance * _TIGHTER,
+        )
+        if course.stalled >= _STALLED:
+            hint = "mpishard.check_adjoint tests adjoint" if met else _NO_SOLUTION
+            last = f"the last minimisation {ended.result.message}"
+            return course, "line search", f"failed: nothing gets smaller any more; {last}; {hint}"
+        if distances.residual > max(_SMALLER * self._course.before, self._ctol):
+            if course.penalty * _GROW > _LARGEST_PENALTY:
+                return course, "range", f"failed: the penalty has reached {course.penalty:g}; {_NO_SOLUTION}"
+            course = replace(course, penalty=course.penalty * _GROW)
+        return course, "", ""
 
+    def _intermediate(self, course: _Course) -> OptimizeResult:
+        """The result after a minimisation, for the callback. Not collective."""
+        function = self._function
+        return OptimizeResult(
+            x=function.unknowns.copy_of(function.unknowns.shown),
+            constr_violation=function.distances.violation,
+            multipliers=function.multipliers.copy(),
+            penalty=course.penalty,
+            nit=course.minimizations,
+            nfev=course.evaluations,
+        )
 
-def _reals(what: str, given: Any) -> np.ndarray:
-    """A flat float64 array of real numbers, on the host."""
-    try:
-        found = np.atleast_1d(arrays.to_host(given) if arrays.is_array(given) else np.asarray(given))
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{what} an array of numbers, got {shown(given)}") from None
-    if found.dtype.kind not in "biuf":
-        raise TypeError(f"{what} real numbers, got {shown(given)}")
-    return found.reshape(-1).astype(np.float64)
+    # -- in checkpoints -----------------------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        return {MULTIPLIERS: asdict(self._course), _NUMBERS: self._function.shifts_of_all()}
+
+    def check(self, facts: Mapping[str, Any]) -> None:
+        found, numbers = facts.get(MULTIPLIERS), facts.get(_NUMBERS)
+        if not (isinstance(found, Mapping) and isinstance(numbers, np.ndarray)):
+            raise ValueError(
+                "the checkpoint is of a minimisation without constraints; give augmented_lagrangian its own folder, or "
+                "resume=False"
+            )
+        names = {field.name for field in fields(_Course)}
+        if set(found) != names or not all(type(each) in (int, float) for each in found.values()):
+            raise ValueError(f"the checkpoint has damaged numbers of augmented_lagrangian: {brief(dict(found))}")
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        self._saved = facts

@@ -112,7 +112,8 @@ class ResidualFunctions:
     """The residuals and their Jacobian on this rank, from functions as for `least_squares`.
 
     `jac` may be the name of a finite difference, with relative `steps` inside of the bounds `lower` and `upper`. They
-    get points in the form of `unknowns`; here these are flat, but for a FlatParameters.
+    get points in the form of `unknowns`; here these are flat, but for a FlatParameters. `of` says in messages what
+    they are, if no residuals.
     """
 
     def __init__(
@@ -125,9 +126,10 @@ class ResidualFunctions:
         lower: Array,
         upper: Array,
         unknowns: Unknowns,
+        of: str = "residuals",
     ) -> None:
         if not callable(fun):
-            raise TypeError(f"fun={shown(fun)} must be a function that returns the residuals")
+            raise TypeError(f"fun={shown(fun)} must be a function that returns the {of}")
         if hasattr(fun, TERMS):
             raise ValueError(
                 "fun is of regularized, whose terms are no squares of residuals: give minimize a function that returns "
@@ -142,6 +144,7 @@ class ResidualFunctions:
         self._args, self._kwargs = args if isinstance(args, tuple) else (args,), dict(kwargs or {})
         self._steps, self._lower, self._upper = steps, lower, upper
         self._unknowns = unknowns
+        self._of = of  # in messages
         self._count = -1  # of residuals, in the first call
         self.epsilon = _EPSILON  # the relative rounding error of the residuals
         self._at_start: tuple[bytes, Array, Any] | None = None  # point, residuals and Jacobian, until used
@@ -159,7 +162,7 @@ class ResidualFunctions:
             return self._at_start[1]
         found = _numbers("fun", self._fun(self._shown(x), *samples, *self._args, **self._kwargs))
         if found.ndim > 1:
-            raise ValueError(f"fun must return the residuals in one dimension, but their shape is {found.shape}")
+            raise ValueError(f"fun must return the {self._of} in one dimension, but their shape is {found.shape}")
         if found.dtype.kind == "f":
             self.epsilon = max(self.epsilon, float(np.finfo(found.dtype).eps))
         found = np.array(found.reshape(-1), np.float64)
@@ -167,7 +170,7 @@ class ResidualFunctions:
             if self._count < 0:
                 self._count = len(found)
             if len(found) != self._count:
-                raise ValueError(f"fun returned {len(found)} residuals, but {self._count} at x0; return as many")
+                raise ValueError(f"fun returned {len(found)} {self._of}, but {self._count} at x0; return as many")
         return found
 
     def jacobian(self, x: Any, f: Array, *samples: Array) -> Any:
@@ -192,7 +195,7 @@ class ResidualFunctions:
             shape = found.shape
         if shape != (len(f), size):
             raise ValueError(
-                f"jac returned the shape {shape}, but there are {len(f)} residuals of {size} unknowns; return "
+                f"jac returned the shape {shape}, but there are {len(f)} {self._of} of {size} unknowns; return "
                 f"({len(f)}, {size})"
             )
         return found
@@ -357,6 +360,11 @@ class _Linearized:
         self.jacobian = jacobian
         self.rows = OwnRows(jacobian, "the Jacobian")
         self.of_gradient, self.of_hessian = loss.weights(f)
+
+
+def adjoint_product(jacobian: Any, v: Array) -> Array:
+    """The adjoint of a Jacobian, as `ResidualFunctions.jacobian` returns it, times a vector."""
+    return summed(*OwnRows(jacobian, "the Jacobian").adjoint_terms(v), OneRank())
 
 
 class GaussNewtonFunctions:

@@ -389,17 +389,19 @@ class ReverseCommunication:
         return self._ranks
 
 
-def begin_again(optimizer: ReverseCommunication, gtol: float, keep_history: bool) -> None:
+def begin_again(optimizer: ReverseCommunication, gtol: float) -> None:
     """Minimise anew from the last iterate, to another tolerance, a function that may be another one.
 
-    Collective over the mesh. `keep_history`: what was learned of the curvature holds for the new function.
+    Collective over the mesh. What was learned of the curvature is kept.
     """
-    minimizer = optimizer._ranks.minimizer
-    if not keep_history:
-        minimizer.forget()
-    optimizer._method = minimizer.method = replace(optimizer._method, gtol=gtol)
-    minimizer.begin()  # after which it has not ended
+    set_tolerance(optimizer, gtol)
+    optimizer._ranks.minimizer.begin()  # after which it has not ended
     optimizer._forget_loop()
+
+
+def set_tolerance(optimizer: ReverseCommunication, gtol: float) -> None:
+    """Let the minimisation that is under way end at another `gtol`."""
+    optimizer._method = optimizer._ranks.minimizer.method = replace(optimizer._method, gtol=gtol)
 
 
 # A minimisation on one process.

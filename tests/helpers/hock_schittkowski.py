@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf, pi, sqrt
+from math import inf, log, pi, sqrt
 from typing import Any
 
 import numpy as np
@@ -23,29 +23,36 @@ class Problem:
     equations: Callable[[Array], list[Any]] = lambda x: []
     inequalities: Callable[[Array], list[Any]] = lambda x: []
     bounds: tuple[Any, Any] = (-inf, inf)
+    most: float = inf  # what the inequalities must not exceed
 
     @property
-    def size(self) -> int:
-        return len(self.start)
+    def x0(self) -> Array:
+        return np.array(self.start, float)
 
     @property
-    def slacks(self) -> int:
-        """The number of further unknowns that make inequalities equations."""
-        return len(self.inequalities(np.array(self.start, float)))
+    def pairs(self) -> list[tuple[float, float]]:
+        """The bounds of each unknown."""
+        lower, upper = (np.broadcast_to(np.asarray(end, float), len(self.start)) for end in self.bounds)
+        return list(zip(lower.tolist(), upper.tolist(), strict=True))
+
+    @property
+    def upper(self) -> Array:
+        """The upper limits of `constraints`; the lower ones are 0."""
+        equations, inequalities = len(self.equations(self.x0)), len(self.inequalities(self.x0))
+        return np.array([0.0] * equations + [self.most] * inequalities)
 
     def constraints(self, x: Array) -> Array:
-        """The equations, and those of inequalities and slacks."""
-        point, slacks = np.split(x, [self.size])
-        return np.concatenate([np.array(self.equations(point)), np.array(self.inequalities(point)) - slacks])
+        """The equations, and then the inequalities."""
+        return np.array([*self.equations(x), *self.inequalities(x)])
 
-    @property
-    def unknowns(self) -> dict[str, Any]:
-        """The start with slacks that meet what they can, and the bounds of all unknowns."""
-        lower, upper = (np.broadcast_to(np.asarray(end, float), self.size) for end in self.bounds)
-        start = np.clip(np.array(self.start, float), lower, upper)
-        slacks = np.maximum(np.array(self.inequalities(start), float), 0.0)
-        bounds = [*zip(lower.tolist(), upper.tolist(), strict=True), *[(0.0, inf)] * self.slacks]
-        return {"x0": np.concatenate([start, slacks]), "bounds": bounds}
+    def value_and_gradient(self, x: Array) -> tuple[float, Array]:
+        return float(self.fun(x)), derivatives(self.fun, x)
+
+    def jacobian(self, x: Array) -> Array:
+        return derivatives(self.constraints, x).T
+
+    def adjoint(self, x: Array, v: Array) -> Array:
+        return derivatives(self.constraints, x) @ v
 
 
 def derivatives(function: Callable[[Array], Any], x: Array) -> Array:
@@ -166,5 +173,143 @@ PROBLEMS: dict[int, Problem] = {
     ),
     80: Problem(
         lambda x: np.exp(np.prod(x)), [-2, 2, 2, -1, -1], 0.0539498478, _sphere_and_cubes, bounds=(-_OF_80, _OF_80)
+    ),
+    10: Problem(
+        lambda x: x[0] - x[1],
+        [-10, 10],
+        -1.0,
+        inequalities=lambda x: [-3 * x[0] ** 2 + 2 * x[0] * x[1] - x[1] ** 2 + 1],
+    ),
+    12: Problem(
+        lambda x: 0.5 * x[0] ** 2 + x[1] ** 2 - x[0] * x[1] - 7 * x[0] - 7 * x[1],
+        [0, 0],
+        -30.0,
+        inequalities=lambda x: [25 - 4 * x[0] ** 2 - x[1] ** 2],
+    ),
+    21: Problem(
+        lambda x: 0.01 * x[0] ** 2 + x[1] ** 2 - 100,
+        [-1, -1],
+        -99.96,
+        inequalities=lambda x: [10 * x[0] - x[1] - 10],
+        bounds=([2, -50], 50),
+    ),
+    22: Problem(
+        lambda x: (x[0] - 2) ** 2 + (x[1] - 1) ** 2,
+        [2, 2],
+        1.0,
+        inequalities=lambda x: [2 - x[0] - x[1], x[1] - x[0] ** 2],
+    ),
+    29: Problem(
+        lambda x: -np.prod(x),
+        [1, 1, 1],
+        -16 * sqrt(2),
+        inequalities=lambda x: [48 - x[0] ** 2 - 2 * x[1] ** 2 - 4 * x[2] ** 2],
+    ),
+    30: Problem(
+        lambda x: x @ x,
+        [1, 1, 1],
+        1.0,
+        inequalities=lambda x: [x[0] ** 2 + x[1] ** 2 - 1],
+        bounds=([1, -10, -10], 10),
+    ),
+    31: Problem(
+        lambda x: 9 * x[0] ** 2 + x[1] ** 2 + 9 * x[2] ** 2,
+        [1, 1, 1],
+        6.0,
+        inequalities=lambda x: [x[0] * x[1] - 1],
+        bounds=([-10, 1, -10], [10, 10, 1]),
+    ),
+    34: Problem(
+        lambda x: -x[0],
+        [0, 1.05, 2.9],
+        -log(log(10)),
+        inequalities=lambda x: [x[1] - np.exp(x[0]), x[2] - np.exp(x[1])],
+        bounds=(0, [100, 100, 10]),
+    ),
+    35: Problem(
+        lambda x: (
+            9
+            - 8 * x[0]
+            - 6 * x[1]
+            - 4 * x[2]
+            + 2 * x[0] ** 2
+            + 2 * x[1] ** 2
+            + x[2] ** 2
+            + 2 * x[0] * x[1]
+            + 2 * x[0] * x[2]
+        ),
+        [0.5] * 3,
+        1 / 9,
+        inequalities=lambda x: [3 - x[0] - x[1] - 2 * x[2]],
+        bounds=(0, inf),
+    ),
+    36: Problem(
+        lambda x: -np.prod(x),
+        [10] * 3,
+        -3300.0,
+        inequalities=lambda x: [72 - x[0] - 2 * x[1] - 2 * x[2]],
+        bounds=(0, [20, 11, 42]),
+    ),
+    37: Problem(
+        lambda x: -np.prod(x),
+        [10] * 3,
+        -3456.0,
+        inequalities=lambda x: [x[0] + 2 * x[1] + 2 * x[2]],
+        bounds=(0, 42),
+        most=72.0,
+    ),
+    41: Problem(
+        lambda x: 2 - x[0] * x[1] * x[2],
+        [1] * 4,
+        52 / 27,
+        lambda x: [x[0] + 2 * x[1] + 2 * x[2] - x[3]],
+        bounds=(0, [1, 1, 1, 2]),
+    ),
+    65: Problem(
+        lambda x: (x[0] - x[1]) ** 2 + (x[0] + x[1] - 10) ** 2 / 9 + (x[2] - 5) ** 2,
+        [-5, 5, 0],
+        0.9535288567,
+        inequalities=lambda x: [48 - x @ x],
+        bounds=([-4.5, -4.5, -5], [4.5, 4.5, 5]),
+    ),
+    66: Problem(
+        lambda x: 0.2 * x[2] - 0.8 * x[0],
+        [0, 1.05, 2.9],
+        0.5181632741,
+        inequalities=lambda x: [x[1] - np.exp(x[0]), x[2] - np.exp(x[1])],
+        bounds=(0, [100, 100, 10]),
+    ),
+    76: Problem(
+        lambda x: x @ (np.array([1, 0.5, 1, 0.5]) * x) - x[0] * x[2] + x[2] * x[3] - x[0] - 3 * x[1] + x[2] - x[3],
+        [0.5] * 4,
+        -4.681818181,
+        inequalities=lambda x: [
+            5 - x[0] - 2 * x[1] - x[2] - x[3],
+            4 - 3 * x[0] - x[1] - 2 * x[2] + x[3],
+            x[1] + 4 * x[2] - 1.5,
+        ],
+        bounds=(0, inf),
+    ),
+    100: Problem(
+        lambda x: (
+            (x[0] - 10) ** 2
+            + 5 * (x[1] - 12) ** 2
+            + x[2] ** 4
+            + 3 * (x[3] - 11) ** 2
+            + 10 * x[4] ** 6
+            + 7 * x[5] ** 2
+            + x[6] ** 4
+            - 4 * x[5] * x[6]
+            - 10 * x[5]
+            - 8 * x[6]
+        ),
+        [1, 2, 0, 4, 0, 1, 1],
+        680.6300573,
+        inequalities=lambda x: [
+            127 - 2 * x[0] ** 2 - 3 * x[1] ** 4 - x[2] - 4 * x[3] ** 2 - 5 * x[4],
+            282 - 7 * x[0] - 3 * x[1] - 10 * x[2] ** 2 - x[3] + x[4],
+            196 - 23 * x[0] - x[1] ** 2 - 6 * x[5] ** 2 + 8 * x[6],
+            -4 * x[0] ** 2 - x[1] ** 2 + 3 * x[0] * x[1] - 2 * x[2] ** 2 - 5 * x[5] + 11 * x[6],
+        ],
     ),
 }

@@ -264,6 +264,8 @@ TABLE = [
         {"checkpoints": 3},
         {"record": RECORD},
         {"record": 3},
+        {"constraints": {"type": "eq", "fun": sum}},
+        {"constraints": {"type": "le", "fun": sum}},
     ),
     *odd(
         "mpishard.inverse.InverseHessian.matvec",
@@ -367,6 +369,8 @@ TABLE = [
         {"penalty": -1},
         {"reduction": "sum"},
         {"multipliers": [0.0]},
+        {"upper": -1.0},
+        {"checkpoints": CHECKPOINTS},
         {"record": RECORD},
     ),
     *odd(

@@ -550,7 +550,7 @@ def meets_the_constraints_as_alone(comm, found, numbers, expected):
         for field in ("state", "source"):
             assert found[name][field].shape == numbers.shape
             assert np.array_equal(whole(comm, found[name][field], numbers), expected[name][field]), (name, field)
-    names = ("fun", "constr_violation", "optimality", "penalty", "nit", "nfev", "status", "message")
+    names = ("fun", "constr_violation", "complementarity", "optimality", "penalty", "nit", "nfev", "status", "message")
     return all(found[name] == expected[name] for name in names)
 
 
@@ -571,6 +571,32 @@ def test_the_constraints_of_a_group_count_once(comm, constrained_alone):
         numbers, how = numbers_of("ids", mesh.tensor.rank, tensor)
         found = constrained(Equation(numbers, mesh), mesh, how)
         assert meets_the_constraints_as_alone(mesh.tensor.comm, found, numbers, constrained_alone)
+
+
+def test_constraints_go_on_in_another_partition(comm, constrained_alone, folder):
+    """Where ranks have them in the same order, those of the first rank first."""
+
+    def run(kind, seed, most):
+        with mpishard.Mesh(comm, tensor=comm.size) as mesh, Checkpoints(folder, mesh, every=2) as checkpoints:
+            numbers, how = numbers_of(kind, comm.rank, comm.size, seed)
+            problem, points = Equation(numbers, mesh), []
+
+            def fun(x):
+                points.append(x)
+                if len(points) == most:
+                    raise Stopped(f"at the evaluation {most}")
+                return Equation.fun(problem, x)
+
+            problem.fun = fun
+            return constrained(problem, mesh, how, checkpoints=checkpoints, resume=True), numbers
+
+    with pytest.raises(Stopped):
+        run("runs", 0, 15)
+    found, numbers = run("runs", 4, -1)
+    assert meets_the_constraints_as_alone(comm, found, numbers, constrained_alone)
+    if comm.size > 1:
+        with pytest.raises(ValueError, match="another function"):
+            run("ids", 3, -1)
 
 
 # What fails at a trial, on the ranks that have the values that are too large.

@@ -1,20 +1,17 @@
-"""`least_squares` and `augmented_lagrangian` on one process: answers of others, and bad input."""
+"""`least_squares` on one process: answers of others, and bad input."""
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from hock_schittkowski import PROBLEMS as HOCK_SCHITTKOWSKI
-from hock_schittkowski import derivatives
 from mgh import PROBLEMS
 from residual_problems import Bundle, Curve, Diffusion
 
 import mpishard
-from mpishard import augmented_lagrangian, least_squares
+from mpishard import least_squares
 from mpishard.inverse.residuals import LOSSES, Loss
 
 # `least_squares` on one process: SciPy's answers in about as many evaluations, its arguments and its errors.
@@ -379,185 +376,3 @@ def test_a_start_that_is_a_tree():
         least_squares(residuals, start, bounds=([0, 0, 0], 1))
     with pytest.raises(ValueError, match="least_squares .*real numbers"):
         least_squares(residuals, {"offset": 1j, "decay": np.ones(2)})
-
-
-# `augmented_lagrangian`: problems of Hock and Schittkowski, and bad input.
-
-
-# By number the evaluations that a problem takes.
-EVALUATIONS = {
-    7: 33,
-    9: 19,
-    11: 31,
-    14: 34,
-    23: 167,
-    24: 35,
-    26: 103,
-    39: 61,
-    40: 35,
-    43: 87,
-    52: 68,
-    63: 32,
-    64: 190,
-    71: 50,
-    77: 63,
-    80: 37,
-}
-
-
-def solved(problem, **given):
-    """A problem with slacks; `given` are further arguments."""
-
-    def function(x):
-        gradient = derivatives(problem.fun, x[: problem.size])
-        return float(problem.fun(x[: problem.size])), np.concatenate([gradient, np.zeros(problem.slacks)])
-
-    def adjoint(x, v):
-        return derivatives(problem.constraints, x) @ v
-
-    return augmented_lagrangian(
-        function, **{**problem.unknowns, **given}, constraints=problem.constraints, adjoint=adjoint
-    )
-
-
-@pytest.mark.pairs(6)
-@pytest.mark.parametrize("number", EVALUATIONS)
-def test_the_known_minima_in_so_many_evaluations(number):
-    problem = HOCK_SCHITTKOWSKI[number]
-    result = solved(problem)
-    assert result.success and result.constr_violation <= 1e-6 and result.optimality <= 1e-5
-    assert result.fun == pytest.approx(problem.minimum, abs=1e-5, rel=1e-6)
-    assert np.abs(problem.constraints(result.x)).max() == result.constr_violation
-    assert result.nfev <= 1.5 * EVALUATIONS[number]
-    multipliers, penalty = result.multipliers, result.penalty
-    again = solved(problem, x0=result.x, multipliers=multipliers, penalty=penalty)
-    assert again.success and again.nfev < result.nfev / 2
-
-
-def test_a_minimum_without_multipliers_is_met_as_far_as_the_tolerance_says():
-    """The square of the distance is 1 at the minimum; where (1 - x)^3 is -1e-6, x is 0.01 too far."""
-    result = solved(HOCK_SCHITTKOWSKI[13])
-    assert result.success and result.constr_violation <= 1e-6 and abs(result.multipliers[0]) > 1000
-    assert result.fun == pytest.approx(1.0, abs=0.021)
-
-
-def test_the_answers_are_those_of_slsqp():
-    optimize = pytest.importorskip("scipy.optimize")
-    problem = HOCK_SCHITTKOWSKI[39]
-    result = solved(problem)
-    constraints = {"type": "eq", "fun": problem.constraints, "jac": lambda x: derivatives(problem.constraints, x).T}
-    theirs = optimize.minimize(
-        problem.fun, problem.start, method="SLSQP", options={"ftol": 1e-12}, constraints=constraints
-    )
-    assert np.allclose(result.x, theirs.x, atol=1e-5) and result.fun == pytest.approx(theirs.fun, abs=1e-5)
-    found = derivatives(problem.fun, result.x) - derivatives(problem.constraints, result.x) @ result.multipliers
-    assert np.allclose(found, result.lagrangian_grad, atol=1e-8) and np.allclose(found, 0, atol=1e-4)
-
-
-def test_constraints_that_saturate():
-    """Their Jacobian almost vanishes: a penalty of 1e7, which that calls for, leaves no digits of the gradient."""
-    random = np.random.default_rng(2)
-    rows = random.standard_normal((10, 20))
-    ends = np.tanh(rows @ (0.3 * random.standard_normal(20)))
-    result = augmented_lagrangian(
-        lambda x: (0.5 * x @ x, x),
-        np.ones(20),
-        lambda x: np.tanh(rows @ x) - ends,
-        lambda x, v: rows.T @ ((1 - np.tanh(rows @ x) ** 2) * v),
-    )
-    assert result.success and result.constr_violation <= 1e-6 and result.optimality <= 1e-5
-    assert result.penalty <= 1e6 and result.nfev <= 700
-    assert result.fun == pytest.approx(0.38701, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("constraints", "adjoint", "bounds"),
-    [
-        (lambda x: [x @ x + 1], lambda x, v: 2 * x * v, None),
-        (lambda x: [x.sum() - 1, x.sum() - 2], lambda x, v: np.full(2, v.sum()), None),
-        (lambda x: [x.sum() - 3], lambda x, v: np.full(2, v.sum()), [(0, 1)] * 2),
-        (lambda x: np.tanh(x) - 1.5, lambda x, v: (1 - np.tanh(x) ** 2) * v, None),
-    ],
-)
-def test_constraints_without_a_solution_end_and_say_so(constraints, adjoint, bounds):
-    result = augmented_lagrangian(lambda x: (x @ x, 2 * x), [0.9, 0.1], constraints, adjoint, bounds=bounds)
-    assert result.status == 2 and not result.success and result.constr_violation >= 0.4
-    assert "may have no common solution" in result.message and result.nfev <= 1000
-
-
-def circle(x):
-    return [x @ x - 2]
-
-
-def circle_adjoint(x, v):
-    return 2 * x * v
-
-
-def plane(x):
-    return x.sum(), np.ones(2)
-
-
-def test_bounds_names_and_structures():
-    lower = augmented_lagrangian(plane, [-1.0, 0.5], circle, circle_adjoint, bounds=[(None, None), (-0.5, None)])
-    assert np.allclose(lower.x, [-math.sqrt(1.75), -0.5], atol=1e-5) and lower.success
-    # x[0] + x[1] >= 1 by a further unknown that is not negative
-    start = {"x": np.zeros(2), "slack": 0.0}
-    above = augmented_lagrangian(
-        lambda p: (p["x"] @ p["x"], {"x": 2 * p["x"], "slack": 0.0}),
-        start,
-        lambda p: p["x"].sum() - 1 - p["slack"],
-        lambda p, v: {"slack": -v[0], "x": np.full(2, v[0])},
-        bounds={"slack": (0, None)},
-    )
-    assert np.allclose(above.x["x"], 0.5, atol=1e-6) and above.x["slack"] == 0
-    assert above.lagrangian_grad["x"].shape == (2,)
-    named = mpishard.FlatParameters.of({"x": np.array([1.0, 0.0])})
-    result = augmented_lagrangian(
-        lambda p: (p["x"].sum(), {"x": np.ones(2)}),
-        named,
-        lambda p: circle(p["x"]),
-        lambda p, v: {"x": circle_adjoint(p["x"], v)},
-        method="CG",
-    )
-    assert result.x is named and np.allclose(named["x"], -1, atol=1e-5)
-
-
-def test_the_end_is_said():
-    limited = augmented_lagrangian(plane, [1.0, 0.0], circle, circle_adjoint, maxiter=1)
-    assert (limited.status, limited.nit) == (1, 1) and "reached maxiter=1" in limited.message
-    wrong = augmented_lagrangian(plane, [1.0, 0.0], circle, lambda x, v: -circle_adjoint(x, v))
-    assert wrong.status == 2 and "check_adjoint" in wrong.message
-    seen = []
-
-    def callback(intermediate_result):
-        seen.append(intermediate_result)
-        return len(seen) == 2
-
-    stopped = augmented_lagrangian(plane, [1.0, 0.0], circle, circle_adjoint, callback=callback)
-    assert (stopped.status, stopped.nit) == (99, 2) and seen[0].x.shape == (2,) and seen[1].nit == 2
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({"constraints": 3}, TypeError, "constraints=3"),
-        ({"adjoint": None}, TypeError, "adjoint=None"),
-        ({"constraints": lambda x: "a"}, TypeError, "constraints .*got 'a'"),
-        ({"constraints": lambda x: np.zeros(1 + bool(x[1]))}, ValueError, "2 numbers, but 1"),
-        ({"adjoint": lambda x, v: v}, ValueError, "adjoint has 1 elements .*x0 has 2"),
-        ({"multipliers": [1, 2]}, ValueError, "2 multipliers, but 1"),
-        ({"multipliers": [math.nan]}, ValueError, "multipliers .*finite"),
-        ({"penalty": 0}, ValueError, "penalty=0"),
-        ({"maxiter": 0}, ValueError, "maxiter=0"),
-        ({"method": "trust-ncg"}, ValueError, "Hessian; 'L-BFGS-B' and 'CG'"),
-        ({"options": {"gtol": 1}}, ValueError, "gtol="),
-        ({"reduction": "sum"}, ValueError, "for a mesh; give mesh="),
-        ({"elastic": True}, TypeError, "takes no elastic="),
-        ({"checkpoints": None}, TypeError, "takes no checkpoints="),
-        ({"tol": 1}, TypeError, "augmented_lagrangian .*'tol'"),
-    ],
-)
-def test_arguments_that_are_refused(change, error, words):
-    given = {"fun": plane, "x0": [1.0, 0.0], "constraints": circle, "adjoint": circle_adjoint}
-    with pytest.raises(error, match=words):
-        augmented_lagrangian(**{**given, **change})
