@@ -10,8 +10,8 @@ Beside it: ``sum_of_squares`` and ``residuals``, least squares, ``linear_problem
 matrices of both, whose rows are on ranks, ``iteration_files``, their checkpoints, and ``fit_covariance``, the errors of
 a fit; ``laplace_approximation``, with ``priors``, ``grid_prior`` and ``posterior``; ``elastic_minimization``;
 ``multipliers``, ``augmented_function`` and ``scipy_constraints``, constraints; ``ensemble`` and ``parameter_choice``,
-many runs; ``regularization`` and ``l1``, terms, ``added_terms``, functions with them, and ``time_steps``, a part of such
-functions; ``gradient_check``, with ``taylor``, and ``adjoint_check``, tests of them; and ``pictures``.
+many runs; ``regularization`` and ``l1``, terms, ``added_terms``, functions with them, and ``time_steps``, a part of
+such functions; ``gradient_check``, with ``taylor``, and ``adjoint_check``, tests of them; and ``pictures``.
 
 A name's module is imported when it is first asked for: without a mesh `minimize`, `least_squares` and `lsqr` do without
 MPI.

@@ -93,6 +93,9 @@ class RankSpace(Space):
     def own(self, whole: Array) -> Array:
         raise NotImplementedError("no rank has a whole vector")
 
+    def numbers(self) -> np.ndarray:
+        raise NotImplementedError("the rows of a rank have no numbers among those of all")
+
 
 class MatrixOnRanks:
     """The matrix of a linear least-squares problem: `Matrix` of its methods.  Collective, its creation too.
