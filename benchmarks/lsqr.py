@@ -5,7 +5,8 @@ ranks sleep: sparse rows of K random elements, whose columns have sizes from 1 t
 side.  The problem is the same on any number of ranks.  The default takes seconds; ``--rows 1e7 --columns 1e6 --elements
 4`` takes about 4 GB.
 
-It ends with 1 if the solution of LSQR is not SciPy's, or takes other iterations.
+It ends with 1 if the solution of LSQR is not SciPy's, or its iterations differ by more than one, or 2 %: with so many
+rows SciPy's own count depends on their order.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def main() -> None:
                 f"{taken / seconds:>6.2f}",
                 flush=True,
             )
-            same = "lsqr" not in name or (own.istop, own.itn) == (istop, itn)
-            good = good and same and apart < 1e3 * given.tolerance
+            near = abs(own.itn - itn) <= max(1, itn // 50)
+            good = good and own.istop == istop and near and apart < 1e3 * given.tolerance
     done = mesh.world.comm.Ibarrier()
     while not done.Test():
         time.sleep(0.01)
