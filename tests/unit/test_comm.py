@@ -383,7 +383,8 @@ MPI.Finalize()
 )
 def test_what_has_no_mesh_makes_no_mpi_call_and_a_mesh_starts_mpi(script: str) -> None:
     done = python(script)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    said = [line for line in done.stderr.splitlines() if "compiling kernels" not in line]
+    assert (done.returncode, said) == (0, []), done.stderr
 
 
 def test_it_has_every_collective() -> None:

@@ -814,7 +814,7 @@ def test_states_that_are_refused_change_nothing():
     trajectory(searching, 2, rosenbrock)
     words = "MoreThuente, but LBFGS .*HagerZhang"
     wider = ReverseCommunication("L-BFGS-B", np.zeros(4), bounds=(-2, 2))
-    with pytest.raises(ValueError, match="other bounds, fixed elements"):
+    with pytest.raises(ValueError, match="other bounds, .*fixed elements"):
         wider.deserialize(ReverseCommunication("L-BFGS-B", np.zeros(4), bounds=(-1, 2)).serialize())
     other = ReverseCommunication("L-BFGS", np.zeros(4), options={"line_search": "hager-zhang"})
     before = other.serialize()
