@@ -371,7 +371,7 @@ def test_a_state_of_other_bounds_is_refused(mesh):
     first = optimizer_on(mesh, mpishard.LBFGSB(bounds=(-5.0, 5.0)))
     first.optimize(problem(steps=3), progress=False)
     second = optimizer_on(mesh, mpishard.LBFGSB(bounds=(-0.5, 0.5)))
-    with pytest.raises(ValueError, match="other bounds, fixed elements"):
+    with pytest.raises(ValueError, match="other bounds, .*fixed elements"):
         second.deserialize(first.serialize())
 
 

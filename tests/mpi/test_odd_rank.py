@@ -412,7 +412,7 @@ TABLE = [
         lambda at, cases=(1, 2), **other: mpishard.map_runs(lambda case, mesh: case, cases, at.mesh, **other),
         ({"cases": (1, 3)}, "case 1"),
         ({"cases": (1, 2, 3)}, "case 2"),
-        ({"cases": 3}, "int"),
+        ({"cases": 3}, "cases=3"),
         {"ranks_each": MPI.COMM_WORLD.size},
         {"ranks_each": 7},
         {"folder": "runs"},
