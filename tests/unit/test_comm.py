@@ -45,15 +45,6 @@ def run(*lines):
     return python("\n".join(["import ctypes, os, sys", "from mpishard.comm.abort import die_at_exit", *lines]))
 
 
-def codes(*programs):
-    """Exit codes of forks of one process, since a launch takes longer than all of them."""
-    lines = []
-    for program in programs:
-        lines += [f"if os.fork() == 0:\n    {program}"]
-        lines += ["print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)"]
-    return [int(code) for code in run(*lines).stdout.split()]
-
-
 has_signals = pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this system has no signal for it")
 
 
@@ -67,8 +58,9 @@ has_signals = pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this s
     ],
 )
 def test_an_exit_is_a_death_by_a_signal_while_that_is_wanted(how, code):
-    once, undone = f"die_at_exit(True); {how}", f"die_at_exit(True); die_at_exit(False); {how}"
-    assert codes(once, undone, f"die_at_exit(True); die_at_exit(False); {once}") == [code, 3, code]
+    assert run("die_at_exit(True)", how).returncode == code
+    assert run("die_at_exit(True)", "die_at_exit(False)", how).returncode == 3
+    assert run("die_at_exit(True)", "die_at_exit(False)", "die_at_exit(True)", how).returncode == code
 
 
 @has_signals
