@@ -40,7 +40,7 @@ _REASONS = {
     "seconds": "its time was over",
     "tolerance": "the gradient was within the tolerance",
     "gradient": "the gradient was within gtol",
-    "decrease": "the loss decreased by less than ftol",
+    "decrease": "the loss decreased by at most ftol",
     "step": "its steps were within xtol",
     "iterations": "maxiter was reached",
     "evaluations": "maxfun was reached",
@@ -126,8 +126,8 @@ class Follower:
 
     @property
     def is_minimization(self) -> bool:
-        """True if a method has chosen the steps of the last start: its losses are values of a function."""
-        return any("iteration" in line for line in self.own_metrics)
+        """True if a method has chosen the last steps: its losses are values of a function."""
+        return any("iteration" in line for line in self.own_metrics or self.metrics)
 
     @property
     def processes(self) -> list[Process]:

@@ -347,7 +347,11 @@ class TestTop:
         run = write(tmp_path / "run", lines, starts=[{"time": 0}])
         assert "step 2, iteration 1, value 0.5, 2 ranks\n" in shown("top", "--once", run)
         write_lines(run / "ends.jsonl", {"step": 2, "start": 1, "reason": "decrease"})
-        assert "ended: the value decreased by less than ftol after step 2\n" in shown("top", "--once", run)
+        assert "ended: the value decreased by at most ftol after step 2\n" in shown("top", "--once", run)
+        write_lines(run / "starts.jsonl", {"time": 0}, {"time": 1, "resumed_steps": 2})  # the second takes no step
+        write_lines(run / "ends.jsonl", {"step": 2, "start": 2, "reason": "decrease"})
+        text = shown("top", "--once", run)
+        assert "value 0.5\n" in text and "ended: the value decreased" in text
 
     def test_nothing_known_yet(self, tmp_path, shown):
         run = write(tmp_path / "run", processes=[[self.line(0, 0, 0, time=time.time(), axes={})]])
