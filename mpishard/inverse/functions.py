@@ -51,7 +51,7 @@ def failure_in_words(minimizer: Minimizer, reason: str, rank: int | None = None)
     where = "" if rank is None else f" on rank {rank}"
     return (
         f"an evaluation failed{where}: {reason or EvaluationFailed.__name__}; the longest step of its line search that "
-        f"had a value was {minimizer.longest_finite_step:.3g}"
+        f"had a value until then was {minimizer.longest_finite_step:.3g}"
     )
 
 

@@ -27,7 +27,7 @@ _OUTCOMES = {
     "gradient": (0, "converged: the projected {gradient}'s largest element {projected_norm:.3g} <= gtol={gtol:g}"),
     "decrease": (
         0,
-        "converged: the last iteration decreased the value by less than ftol={ftol:g}, relatively; the projected "
+        "converged: the last iteration decreased the value by at most ftol={ftol:g}, relatively; the projected "
         "{gradient}'s largest element is {projected_norm:.3g}",
     ),
     "step": (
@@ -135,6 +135,8 @@ def result_of(
     if math.isnan(progress.value):
         gradient[...] = math.nan
     status, text = _OUTCOMES.get(reason, (2, f"failed: {reason}"))
+    if reason == "not finite":
+        text += ", also after shorter steps" if progress.evaluations > 1 else " at the start"
     values = {name: getattr(method, name) for name in ("gtol", "ftol", "xtol", "maxiter", "maxfun")}
     hints = [hint] if hint else []
     if progress.asymmetry > _ASYMMETRIC and reason != "gradient":

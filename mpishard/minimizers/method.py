@@ -406,7 +406,7 @@ FAILURES = {
     "keep the unknowns inside by bounds, or let the function have finite values beyond",
     "unbounded": "the value keeps falling, as if it had no lower limit",
     "range": "the square of the gradient is too small or too large for a float64; scale the function",
-    "not finite": "the value, the gradient or a Hessian product is NaN or infinite, also after shorter steps",
+    "not finite": "the value, the gradient or a Hessian product is NaN or infinite",
 }
 
 
