@@ -1,4 +1,4 @@
-"""Arguments of public calls, checked: numbers, flags, lists, mappings, and values given as a whole or field by field.
+"""Arguments of public calls, checked: numbers, flags, paths, lists, mappings, and values given whole or field by field.
 
 Numbers and flags become plain Python values.  NumPy's are taken too.  True and False are no numbers, and numbers or
 strings are no flags.  Errors name the argument, `name`.  No MPI.
@@ -7,10 +7,12 @@ strings are no flags.  Errors name the argument, `name`.  No MPI.
 from __future__ import annotations
 
 import math
+import os
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -78,6 +80,13 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool):
         raise TypeError(f"{name}={shown(value)} must be True or False")
     return bool(value)
+
+
+def path(name: str, value: Any) -> Path:
+    """The path of a folder or a file.  Raises TypeError for anything else, bytes included."""
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name}={shown(value)} must be a path")
+    return Path(value)
 
 
 def entries(name: str, value: Any, kind: str) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeGuard
 
 import numpy as np
 
-from mpishard.arguments import flag, integer, shown
+from mpishard.arguments import flag, integer, path, shown
 from mpishard.checkpoint.folder import Retention, best_step
 from mpishard.checkpoint.load import load_newest
 from mpishard.checkpoint.pieces import COMPRESSIONS, Contents
@@ -52,7 +52,7 @@ class CheckpointOptions:
         if self.best not in (None, "validation loss"):
             raise ValueError(f"best={self.best!r} must be 'validation loss', or None")
         # A script may change the working directory.
-        object.__setattr__(self, "folder", Path(self.folder).absolute())
+        object.__setattr__(self, "folder", path("folder", self.folder).absolute())
 
 
 class Checkpoints:
@@ -233,9 +233,9 @@ class Checkpoints:
             On every rank, if the ranks are not at the same step, or the folder is itself a checkpoint.
         """
         began = self._interval.clock()
-        path = self._save(state, asynchronous, best)
+        saved = self._save(state, asynchronous, best)
         self._interval.note(int(state.facts["step"]), began)
-        return path
+        return saved
 
     def _save(self, state: RunState, asynchronous: bool | None, best: bool) -> Path | None:
         axis = self._writer.axis

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from mpishard.arguments import entries, flag, integer, shown
+from mpishard.arguments import entries, flag, integer, path, shown
 from mpishard.comm.agreement import opening, text_of
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
@@ -110,13 +110,12 @@ def map_runs(
             raise ValueError(
                 f"ranks_each={ranks_each} does not divide the {mesh.size} ranks of the mesh; give {fitting}"
             )
-        if not (folder is None or isinstance(folder, str | os.PathLike)):
-            raise TypeError(f"folder={shown(folder)} must be a path")
+        where = None if folder is None else path("folder", folder)
         if flag("resume", resume) and folder is None:
             raise ValueError("resume=True takes the results in a folder, but there is none; give folder=")
         if progress is not None:
             flag("progress", progress)
-        saved = None if folder is None else _SavedResults(Path(folder), cases)
+        saved = None if where is None else _SavedResults(where, cases)
         same |= {f"case {number}": case for number, case in enumerate(cases)}
         same |= {"ranks_each": ranks_each, "folder": str(folder), "resume": resume}
     known: dict[int, Any] = {}

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import entries, flag, integer, number, shown
+from mpishard.arguments import entries, flag, integer, number, path, shown
 from mpishard.comm.abort import note_deaths
 from mpishard.comm.agreement import opening
 from mpishard.comm.capabilities import heals_in_place
@@ -295,7 +295,7 @@ class RunRecord:
         every = number("every", every, least=0)
         if flag("tensorboard", tensorboard):
             require_tensorboard()
-        self.folder: Path = Path(folder)
+        self.folder: Path = path("folder", folder)
         self.mesh = mesh
         self.every = every
         self._files = RecordFiles(self.folder, mesh, tensorboard)

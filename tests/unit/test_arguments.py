@@ -136,6 +136,8 @@ def flat(*specs, **options):
         (lambda mesh: save_checkpoint("no", None, None), "save_checkpoint: optimizer=None"),
         (lambda mesh: Checkpoints("nowhere", mesh, keep=True), "keep=True"),
         (lambda mesh: Checkpoints("nowhere", mesh, every=True), "every=True"),
+        (lambda mesh: Checkpoints(None, mesh), "folder=None"),
+        (lambda mesh: RunRecord(5, mesh), "folder=5"),
         (lambda mesh: RunRecord("nowhere", mesh, tensorboard="no"), "tensorboard='no'"),
         (lambda mesh: RunRecord("nowhere", mesh, trace="ab"), "trace='ab'"),
         (lambda mesh: Mesh(mesh.world.comm, timeout=True), "timeout=True"),
