@@ -348,7 +348,8 @@ def _solved(
         from mpishard.inverse.iteration_files import IterationFiles
 
         vectors = _vectors_of(method, unknowns, len(right), mesh)
-        name = f"{call} with damp={damp}"
+        variances = " and calc_var=True" if calc_var else ""
+        name = f"{call} with damp={damp}{variances}, {method.matrix.rows.total} rows and {unknowns.total} columns"
         files = IterationFiles(mesh, checkpoints, resume, call, name, vectors, record)
     method.begin(right, start)
     if files is not None:

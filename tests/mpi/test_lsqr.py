@@ -168,12 +168,15 @@ def test_it_is_saved_and_continues_on_any_ranks(comm, mesh, folder, same_on_all,
             result = solver(calls, B[own], mesh=mesh, record=record, **files)
         assert are_equal(result, whole) and -calls.at < whole.itn
         other = mpishard.cgls if solver is mpishard.lsqr else mpishard.lsqr
-        with pytest.raises(ValueError, match="of another model: .* of x"):
+        with pytest.raises(ValueError, match=f"is of {solver.__name__} with .* and this is {other.__name__} with"):
             other(Dying(mesh, own, 0), B[own], mesh=mesh, **files)
         with pytest.raises(ValueError, match="of another problem"):
             solver(Dying(mesh, own, 0), 2 * B[own], mesh=mesh, **files)
-        with pytest.raises(ValueError, match="with damp=9"):
-            solver(Dying(mesh, own, 0), B[own], mesh=mesh, **{**files, "damp": 9.0})
+        for more, words in (({"damp": 9.0}, "with damp=9.0"), ({"calc_var": not given}, "and calc_var=True")):
+            with pytest.raises(ValueError, match=words):
+                solver(Dying(mesh, own, 0), B[own], mesh=mesh, **files | more)
+        with pytest.raises(ValueError, match="is of .* with .* and this is minimize; give each its own folder"):
+            mpishard.minimize(lambda x: (x @ x, 2 * x), B, mesh=mesh, checkpoints=checkpoints, resume=True)
         further = solver(Dying(mesh, own, 0), B[own], mesh=mesh, atol=1e-10, **files)
         assert further.itn > whole.itn
     if mesh.rank == 0:
