@@ -407,11 +407,15 @@ def _matrix(A: Any, rows: int, unknowns: Unknowns | None) -> Any:
             raise TypeError(
                 "A must be an array, a sparse matrix, an operator with shape, matvec and rmatvec, or (matvec, rmatvec)"
             )
+    if is_operator(A):
+        _check_shape_of_operator(A)
     if getattr(getattr(A, "dtype", None), "kind", "f") == "c":
         raise TypeError("A is complex, and the unknowns are real numbers; give real and imaginary parts apart")
     shape = tuple(A.shape)
     if len(shape) != 2 or shape[0] != rows:
         raise ValueError(f"A has the shape {shape}, and b {rows} elements: give (rows, columns) with a row for each")
+    if shape[1] == 0 and unknowns is None:
+        raise ValueError(f"A has the shape {shape}, and no columns: give one for each unknown, at least one")
     if unknowns is not None:
         if unknowns.has_fields and not is_operator(A):
             raise TypeError(
@@ -420,6 +424,17 @@ def _matrix(A: Any, rows: int, unknowns: Unknowns | None) -> Any:
         if shape[1] != unknowns.given_size:
             raise ValueError(f"A has {shape[1]} columns, but x0 has {unknowns.given_size} elements")
     return np.ascontiguousarray(A, np.float64) if isinstance(A, np.ndarray) else A
+
+
+def _check_shape_of_operator(A: Any) -> None:
+    """TypeError unless an operator has a shape of whole numbers."""
+    shape = getattr(A, "shape", None)
+    try:
+        found = [isinstance(each, int | np.integer) for each in shape]  # type: ignore[union-attr]
+    except TypeError:
+        found = [False]
+    if not all(found):
+        raise TypeError(f"A is an operator whose shape is {shown(shape)}; give it (rows, columns), two whole numbers")
 
 
 def _tolerances(atol: Any, btol: Any, conlim: Any, iter_lim: Any, columns: int) -> Tolerances:

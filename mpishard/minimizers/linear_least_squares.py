@@ -165,9 +165,13 @@ def _root(square: float, top: float, what: str) -> float:
     if top == 0:
         return 0.0
     if not 0 < square < math.inf:
+        if math.isfinite(top):
+            raise ValueError(
+                f"{what} is too {'small' if top < 1 else 'large'} for its square in float64: its largest element is "
+                f"{top:.3g}; scale A, b or the unknowns"
+            )
         raise ValueError(
-            f"{what} has an element that is NaN or infinite, or all are too large or too small for their squares; the "
-            f"largest is {top:.3g}"
+            f"{what} has an element that is NaN or infinite; A, b and x0, and products with A and A', must be finite"
         )
     return math.sqrt(square)
 

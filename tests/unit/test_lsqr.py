@@ -194,6 +194,13 @@ def test_a_state_of_another_problem_is_refused(kind):
         assert other.numbers() == before
 
 
+class NoShape:
+    """An operator whose shape is none."""
+
+    def __init__(self, shape=None):
+        self.shape, self.matvec, self.rmatvec = shape, TALL.dot, TALL.T.dot
+
+
 WRONG = {
     "damp": ({"damp": -1}, ValueError, "damp"),
     "atol": ({"atol": np.nan}, ValueError, "atol"),
@@ -204,6 +211,10 @@ WRONG = {
     "complex A": ({"A": 1j * TALL}, TypeError, "A is complex"),
     "no A": ({"A": "matrix"}, TypeError, "A must be"),
     "a vector": ({"A": np.ones(200)}, ValueError, r"\(200,\)"),
+    "no columns": ({"A": np.ones((200, 0))}, ValueError, r"\(200, 0\), and no columns"),
+    "an operator without a shape": ({"A": NoShape()}, TypeError, r"operator whose shape is None; give it \(rows"),
+    "an operator with another shape": ({"A": NoShape("ab")}, TypeError, "operator whose shape is 'ab'"),
+    "small": ({"A": TALL * 1e-200}, ValueError, r"A'\(b - A x0\) is too small .* scale A"),
     "a pair": ({"A": (np.sin, np.cos)}, ValueError, "x0"),
     "x0": ({"x0": np.ones(3)}, ValueError, "40 columns, but x0 has 3"),
     "parameters": ({"x0": mpishard.FlatParameters([mpishard.ParameterSpec("x", (40,))])}, TypeError, "FlatParameters"),
