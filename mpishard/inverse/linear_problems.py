@@ -356,6 +356,12 @@ def _solved(
         flat = files.load(method.restore)
         if flat is not None:
             _fill(method, unknowns, flat)
+            if not method.has_rows_in_order():
+                raise ValueError(
+                    f"the checkpoint in {checkpoints.folder} does not fit A: its rows had another order, or rmatvec "
+                    "is not the adjoint of matvec (mpishard.check_adjoint).  Give the rows in the order in which they "
+                    "were saved, rank after rank: runs of consecutive rows have one on any ranks; or resume=False"
+                )
         files.begin_record(method.progress.itn, {"damp": damp, **vars(limits)})
     istop = _run(method, limits, unknowns, world, watcher, files, show)
     var = None if method.variances is None else unknowns.like_x0(method.variances)
@@ -383,10 +389,13 @@ def _start(x0: Any, mesh: Mesh | None) -> Unknowns:
         raise TypeError("x0 must be an array or a Partition, or a structure of these, and not a FlatParameters")
     if found.tree is not None and found.tree.complex_leaf is not None:
         raise TypeError("x0 is complex, and the unknowns are real numbers; give real and imaginary parts apart")
-    if mesh is None:
-        found.check_not_split()
-    elif found.has_fields and found.place != mesh.place:
-        raise ValueError(f"x0 is a Partition of another mesh than the one given, which has {mesh.sizes}")
+    if mesh is None and found.has_fields:
+        raise ValueError("x0 is a Partition of a mesh, and no mesh is given: give this one, mesh=mesh")
+    if mesh is not None and found.has_fields and found.place != mesh.place:
+        raise ValueError(
+            f"x0 is a Partition of a mesh with tensor={found.place.tensor_size}, and the one given has {mesh.sizes}; "
+            "give the mesh of the Partition"
+        )
     return found
 
 

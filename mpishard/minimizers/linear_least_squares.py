@@ -25,6 +25,9 @@ from mpishard.minimizers.space import Space
 Array = np.ndarray
 # The reasons for which a method has ended: SciPy's numbers.
 ZERO, RESIDUAL, GRADIENT, CONDITION, LIMIT = 0, 1, 2, 3, 7
+# How well saved vectors fit the matrix, also by products in float32: LSQR's alpha by the norm of the matrix, how large
+# it is where that is tested, and the gradients of CGLS.
+_ROUGHLY, _SMALL, _ALMOST = 1e-4, 1e-3, 1e-5
 _TO_ROUNDING = 3  # is added to the numbers of tests that hold to the last digit
 
 
@@ -120,6 +123,10 @@ class LinearMethod(ABC):
     @abstractmethod
     def step(self) -> None:
         """Make one iteration."""
+
+    @abstractmethod
+    def has_rows_in_order(self) -> bool:
+        """Whether saved vectors fit the matrix, as they do not with other rows: one product. Collective."""
 
     def vectors(self) -> dict[str, Array]:
         """The vectors by name, that of the rows last."""
@@ -291,6 +298,16 @@ class LSQR(LinearMethod):
             step_length=abs(phi) / rho,
         )
 
+    def has_rows_in_order(self) -> bool:
+        """Whether u'A v is alpha; where that is small, the test would be one of rounding."""
+        alpha, anorm = self._state.alpha, self.progress.anorm
+        if alpha <= _SMALL * anorm:
+            return True
+        rows, product = self.matrix.rows, self.matrix.times(self.v)
+        tops = rows.largest(product, self.u)
+        (found,) = rows.dots([(product, self.u)], [tops[0] * tops[1]])
+        return abs(found - alpha) <= _ROUGHLY * max(anorm, alpha)
+
     def numbers(self) -> dict[str, Any]:
         return super().numbers() | {"bidiagonal": asdict(self._state)}
 
@@ -375,6 +392,17 @@ class CGLS(LinearMethod):
             xnorm=math.sqrt(state.step_square),
             step_length=length,
         )
+
+    def has_rows_in_order(self) -> bool:
+        """Whether the residual has the gradient."""
+        rows, found, damp = self.matrix.rows, self.moved.copy(), self.damp
+        (top,) = rows.largest(self.r)
+        formulas.turn(found, self.matrix.adjoint(self.r, top), damp * damp)
+        found -= self.gradient
+        space, now = self.matrix.unknowns, self.progress
+        most = _ALMOST * max(now.anorm * now.r1norm, now.arnorm)
+        (top,) = space.largest(found)
+        return top * math.sqrt(space.total) <= most or _norm(space, found, "A'(b - A x)")[0] <= most
 
     def numbers(self) -> dict[str, Any]:
         more = {"d_square": self._d_square, "growth": self._growth}

@@ -184,6 +184,21 @@ def test_it_resumes_at_any_iteration_with_the_same_bits(kind):
         assert np.array_equal(other.variances, method.variances)
 
 
+@pytest.mark.parametrize("damp", [0.0, 0.5])
+@pytest.mark.parametrize("start", [None, ONES], ids=["0", "x0"])
+@pytest.mark.parametrize("kind", [LSQR, CGLS])
+def test_rows_in_another_order_are_found_at_any_iteration(kind, start, damp):
+    method, turned = (method_of(kind, *rows, start, damp) for rows in ((TALL, B), (TALL[::-1], B[::-1])))
+    rounded = method_of(kind, (1 + 1e-7) * TALL, B, start, damp)
+    for _ in range(20):
+        for other in (turned, rounded):
+            other.restore(method.numbers() | {"start": other.numbers()["start"]})
+            for name, vector in other.vectors().items():
+                vector[...] = method.vectors()[name]
+        assert method.has_rows_in_order() and rounded.has_rows_in_order() and not turned.has_rows_in_order()
+        method.step()
+
+
 @pytest.mark.parametrize("kind", [LSQR, CGLS])
 def test_a_state_of_another_problem_is_refused(kind):
     numbers = method_of(kind).numbers()
