@@ -41,10 +41,10 @@ _LEAST_STAGING = 2**20
 def load_newest(run: Path, state: RunState, mesh: Mesh, patient: Axis, check: Check | None) -> Contents | None:
     """Read the newest whole checkpoint in a folder into the arrays of `state`; None without a checkpoint. Collective.
 
-    All of it is checked before anything is written: hashes, the index, the chunks, whether it fits the state, and by
-    `check` its facts. Then values are read directly into the arrays, on most file systems out of the page cache, in
-    which the first pass left them: no rank needs memory for a second copy. Waits for a disk use the axis `patient`,
-    without a time limit.
+    All of it is checked before anything is written: hashes, the index, the chunks, by `check` its facts, and whether it
+    fits the state. Then values are read directly into the arrays, on most file systems out of the page cache, in which
+    the first pass left them: no rank needs memory for a second copy. Waits for a disk use the axis `patient`, without a
+    time limit.
     """
     with ReadThreads(mesh.node.size) as threads, no_garbage_collection():
         axis = mesh.world
@@ -57,9 +57,9 @@ def load_newest(run: Path, state: RunState, mesh: Mesh, patient: Axis, check: Ch
             if contents is not None and not problems:
                 try:
                     with raised_on_all(axis):
-                        check_fits(contents, state)
-                        if check is not None:
+                        if check is not None:  # says of which run it is, which explains other tensors too
                             check(contents.facts)
+                        check_fits(contents, state)
                 except Exception as error:  # on all ranks
                     if not spoilt:
                         raise

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.supervisor_reports import take_restart
-from mpishard.inverse.mesh_run import report_resumed
+from mpishard.inverse.mesh_run import LOOP_NUMBERS, report_resumed
 from mpishard.io import log
 from mpishard.launch.exit_codes import note_run
 from mpishard.layout.run_state import PARAMETERS, RunState, Shard, brief
@@ -19,7 +19,6 @@ from mpishard.record import RunRecord
 
 Array = Any
 Saved = tuple[dict[str, Any], Sequence[Array]]  # the numbers of an iterate, and its vectors
-_NUMBERS = "least_squares.json"  # the fact that has the numbers, whatever the method
 
 
 @dataclass(frozen=True)
@@ -84,9 +83,9 @@ class IterationFiles:
 
     def _check(self, facts: Mapping[str, Any], take: Callable[[Mapping[str, Any]], None]) -> None:
         """Raise ValueError unless these are the facts of a checkpoint of this method."""
-        found = facts.get(_NUMBERS)
+        found = facts.get(LOOP_NUMBERS)
         numbers = dict(found) if isinstance(found, Mapping) else {}
-        method = numbers.pop("method", "another function")
+        method = numbers.pop("method", facts.get("rule", "another function"))
         folder = self._checkpoints.folder
         if method != self._name:
             raise ValueError(
@@ -129,7 +128,7 @@ class IterationFiles:
     def _save(self, step: int, numbers: Mapping[str, Any], vectors: Sequence[Array]) -> None:
         if self._record is not None:
             self._record.flush()  # no later run repeats the iterations before a checkpoint
-        facts = {"step": step, "optimizer": self._call, _NUMBERS: {**numbers, "method": self._name}}
+        facts = {"step": step, "optimizer": self._call, LOOP_NUMBERS: {**numbers, "method": self._name}}
         self._checkpoints.save(self._state(np.concatenate(vectors), facts))
 
     def _state(self, flat: Array, facts: Mapping[str, Any]) -> RunState:

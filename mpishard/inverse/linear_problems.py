@@ -348,13 +348,20 @@ def _solved(
         from mpishard.inverse.iteration_files import IterationFiles
 
         vectors = _vectors_of(method, unknowns, len(right), mesh)
-        name = f"{call} with damp={damp}"
+        variances = " and calc_var=True" if calc_var else ""
+        name = f"{call} with damp={damp}{variances}, {method.matrix.rows.total} rows and {unknowns.total} columns"
         files = IterationFiles(mesh, checkpoints, resume, call, name, vectors, record)
     method.begin(right, start)
     if files is not None:
         flat = files.load(method.restore)
         if flat is not None:
             _fill(method, unknowns, flat)
+            if not method.has_rows_in_order():
+                raise ValueError(
+                    f"the checkpoint in {checkpoints.folder} does not fit A: its rows had another order, or rmatvec "
+                    "is not the adjoint of matvec (mpishard.check_adjoint).  Give the rows in the order in which they "
+                    "were saved, rank after rank: runs of consecutive rows have one on any ranks; or resume=False"
+                )
         files.begin_record(method.progress.itn, {"damp": damp, **vars(limits)})
     istop = _run(method, limits, unknowns, world, watcher, files, show)
     var = None if method.variances is None else unknowns.like_x0(method.variances)
@@ -382,10 +389,13 @@ def _start(x0: Any, mesh: Mesh | None) -> Unknowns:
         raise TypeError("x0 must be an array or a Partition, or a structure of these, and not a FlatParameters")
     if found.tree is not None and found.tree.complex_leaf is not None:
         raise TypeError("x0 is complex, and the unknowns are real numbers; give real and imaginary parts apart")
-    if mesh is None:
-        found.check_not_split()
-    elif found.has_fields and found.place != mesh.place:
-        raise ValueError(f"x0 is a Partition of another mesh than the one given, which has {mesh.sizes}")
+    if mesh is None and found.has_fields:
+        raise ValueError("x0 is a Partition of a mesh, and no mesh is given: give this one, mesh=mesh")
+    if mesh is not None and found.has_fields and found.place != mesh.place:
+        raise ValueError(
+            f"x0 is a Partition of a mesh with tensor={found.place.tensor_size}, and the one given has {mesh.sizes}; "
+            "give the mesh of the Partition"
+        )
     return found
 
 
@@ -406,11 +416,15 @@ def _matrix(A: Any, rows: int, unknowns: Unknowns | None) -> Any:
             raise TypeError(
                 "A must be an array, a sparse matrix, an operator with shape, matvec and rmatvec, or (matvec, rmatvec)"
             )
+    if is_operator(A):
+        _check_shape_of_operator(A)
     if getattr(getattr(A, "dtype", None), "kind", "f") == "c":
         raise TypeError("A is complex, and the unknowns are real numbers; give real and imaginary parts apart")
     shape = tuple(A.shape)
     if len(shape) != 2 or shape[0] != rows:
         raise ValueError(f"A has the shape {shape}, and b {rows} elements: give (rows, columns) with a row for each")
+    if shape[1] == 0 and unknowns is None:
+        raise ValueError(f"A has the shape {shape}, and no columns: give one for each unknown, at least one")
     if unknowns is not None:
         if unknowns.has_fields and not is_operator(A):
             raise TypeError(
@@ -419,6 +433,17 @@ def _matrix(A: Any, rows: int, unknowns: Unknowns | None) -> Any:
         if shape[1] != unknowns.given_size:
             raise ValueError(f"A has {shape[1]} columns, but x0 has {unknowns.given_size} elements")
     return np.ascontiguousarray(A, np.float64) if isinstance(A, np.ndarray) else A
+
+
+def _check_shape_of_operator(A: Any) -> None:
+    """TypeError unless an operator has a shape of whole numbers."""
+    shape = getattr(A, "shape", None)
+    try:
+        found = [isinstance(each, int | np.integer) for each in shape]  # type: ignore[union-attr]
+    except TypeError:
+        found = [False]
+    if not all(found):
+        raise TypeError(f"A is an operator whose shape is {shown(shape)}; give it (rows, columns), two whole numbers")
 
 
 def _tolerances(atol: Any, btol: Any, conlim: Any, iter_lim: Any, columns: int) -> Tolerances:

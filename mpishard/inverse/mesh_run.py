@@ -37,6 +37,7 @@ from mpishard.record import RunRecord
 Array = Any
 _HOW_TO_SUM = "say reduction='sum'"
 _START = "start.json"  # the fact about the start
+LOOP_NUMBERS = "method.json"  # the fact that has the numbers of a method with a loop of its own
 _OUTER = "augmented_lagrangian.json"  # the fact about a loop of minimisations
 
 
@@ -454,6 +455,11 @@ class RunFiles:
 
     def _check(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless these are the facts of a checkpoint of this minimisation."""
+        if isinstance(numbers := facts.get(LOOP_NUMBERS), Mapping):
+            raise ValueError(
+                f"the checkpoint in {self._checkpoints.folder} is of {brief(numbers.get('method'))}, and this is "
+                f"{self._call}; give each its own folder, or resume=False"
+            )
         self._optimizer.state.check(facts)
         if self._outer is not None:
             self._outer.check(facts)
@@ -469,12 +475,16 @@ class RunFiles:
         return self._optimizer.clock - self._began
 
     @property
+    def _call(self) -> str:
+        """The public function whose run this is."""
+        return self._ranks.minimizer.method.call if self._outer is None else "augmented_lagrangian"
+
+    @property
     def _how_to_resume(self) -> str:
         """A sentence on how to continue."""
         if self._checkpoints is None:
             return "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can resume"
-        call = self._ranks.minimizer.method.call if self._outer is None else "augmented_lagrangian"
-        return f"{call}(..., resume=True) resumes from the checkpoint in {self._checkpoints.folder}"
+        return f"{self._call}(..., resume=True) resumes from the checkpoint in {self._checkpoints.folder}"
 
     def _norm_of_start(self) -> float:
         """The 2-norm of the start, which identifies it on any number of ranks. Collective over the mesh."""

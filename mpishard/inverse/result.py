@@ -353,7 +353,9 @@ def _with_wolfe(method: Any, options: Mapping[str, Any]) -> Any:
     names = {name: next(each for each in own if each in ours) for name, own in _WOLFE.items()}
     c1, c2 = (given.get(name, getattr(search, own)) for name, own in names.items())
     if not 0 < c1 < c2 < 1:
-        raise ValueError(f"'c1' and 'c2' must have 0 < c1 < c2 < 1, got c1={c1:g} and c2={c2:g}")
+        left = [name for name in names if name not in given]
+        remedy = f"; {left[0]} is the default of this method, give both" if left else ""
+        raise ValueError(f"'c1' and 'c2' must have 0 < c1 < c2 < 1, got c1={c1:g} and c2={c2:g}{remedy}")
     return replace(method, line_search=replace(search, **{names["c1"]: c1, names["c2"]: c2}))
 
 

@@ -25,6 +25,9 @@ from mpishard.minimizers.space import Space
 Array = np.ndarray
 # The reasons for which a method has ended: SciPy's numbers.
 ZERO, RESIDUAL, GRADIENT, CONDITION, LIMIT = 0, 1, 2, 3, 7
+# How well saved vectors fit the matrix, also by products in float32: LSQR's alpha by the norm of the matrix, how large
+# it is where that is tested, and the gradients of CGLS.
+_ROUGHLY, _SMALL, _ALMOST = 1e-4, 1e-3, 1e-5
 _TO_ROUNDING = 3  # is added to the numbers of tests that hold to the last digit
 
 
@@ -121,6 +124,10 @@ class LinearMethod(ABC):
     def step(self) -> None:
         """Make one iteration."""
 
+    @abstractmethod
+    def has_rows_in_order(self) -> bool:
+        """Whether saved vectors fit the matrix, as they do not with other rows: one product. Collective."""
+
     def vectors(self) -> dict[str, Array]:
         """The vectors by name, that of the rows last."""
         found = {name: getattr(self, name) for name in self.unknown_vectors}
@@ -165,9 +172,13 @@ def _root(square: float, top: float, what: str) -> float:
     if top == 0:
         return 0.0
     if not 0 < square < math.inf:
+        if math.isfinite(top):
+            raise ValueError(
+                f"{what} is too {'small' if top < 1 else 'large'} for its square in float64: its largest element is "
+                f"{top:.3g}; scale A, b or the unknowns"
+            )
         raise ValueError(
-            f"{what} has an element that is NaN or infinite, or all are too large or too small for their squares; the "
-            f"largest is {top:.3g}"
+            f"{what} has an element that is NaN or infinite; A, b and x0, and products with A and A', must be finite"
         )
     return math.sqrt(square)
 
@@ -287,6 +298,16 @@ class LSQR(LinearMethod):
             step_length=abs(phi) / rho,
         )
 
+    def has_rows_in_order(self) -> bool:
+        """Whether u'A v is alpha; where that is small, the test would be one of rounding."""
+        alpha, anorm = self._state.alpha, self.progress.anorm
+        if alpha <= _SMALL * anorm:
+            return True
+        rows, product = self.matrix.rows, self.matrix.times(self.v)
+        tops = rows.largest(product, self.u)
+        (found,) = rows.dots([(product, self.u)], [tops[0] * tops[1]])
+        return abs(found - alpha) <= _ROUGHLY * max(anorm, alpha)
+
     def numbers(self) -> dict[str, Any]:
         return super().numbers() | {"bidiagonal": asdict(self._state)}
 
@@ -371,6 +392,17 @@ class CGLS(LinearMethod):
             xnorm=math.sqrt(state.step_square),
             step_length=length,
         )
+
+    def has_rows_in_order(self) -> bool:
+        """Whether the residual has the gradient."""
+        rows, found, damp = self.matrix.rows, self.moved.copy(), self.damp
+        (top,) = rows.largest(self.r)
+        formulas.turn(found, self.matrix.adjoint(self.r, top), damp * damp)
+        found -= self.gradient
+        space, now = self.matrix.unknowns, self.progress
+        most = _ALMOST * max(now.anorm * now.r1norm, now.arnorm)
+        (top,) = space.largest(found)
+        return top * math.sqrt(space.total) <= most or _norm(space, found, "A'(b - A x)")[0] <= most
 
     def numbers(self) -> dict[str, Any]:
         more = {"d_square": self._d_square, "growth": self._growth}

@@ -673,6 +673,8 @@ class GaussNewton(TruncatedNewton):
     element is below ``xtol * (xtol + the point's)``.
     """
 
+    call: ClassVar[str] = "least_squares"
+
     forcing: float = 0.01
 
     def make(self, space: Space, vectors: Array, point: Array, limits: Limits) -> GaussNewtonMinimizer:

@@ -168,12 +168,18 @@ def test_it_is_saved_and_continues_on_any_ranks(comm, mesh, folder, same_on_all,
             result = solver(calls, B[own], mesh=mesh, record=record, **files)
         assert are_equal(result, whole) and -calls.at < whole.itn
         other = mpishard.cgls if solver is mpishard.lsqr else mpishard.lsqr
-        with pytest.raises(ValueError, match="of another model: .* of x"):
+        with pytest.raises(ValueError, match=f"is of {solver.__name__} with .* and this is {other.__name__} with"):
             other(Dying(mesh, own, 0), B[own], mesh=mesh, **files)
+        turned = MATRIX[::-1][own], B[::-1][own]
+        with pytest.raises(ValueError, match="does not fit A: its rows had another order"):
+            solver(*turned, mesh=mesh, **files)
         with pytest.raises(ValueError, match="of another problem"):
             solver(Dying(mesh, own, 0), 2 * B[own], mesh=mesh, **files)
-        with pytest.raises(ValueError, match="with damp=9"):
-            solver(Dying(mesh, own, 0), B[own], mesh=mesh, **{**files, "damp": 9.0})
+        for more, words in (({"damp": 9.0}, "with damp=9.0"), ({"calc_var": not given}, "and calc_var=True")):
+            with pytest.raises(ValueError, match=words):
+                solver(Dying(mesh, own, 0), B[own], mesh=mesh, **files | more)
+        with pytest.raises(ValueError, match="is of .* with .* and this is minimize; give each its own folder"):
+            mpishard.minimize(lambda x: (x @ x, 2 * x), B, mesh=mesh, checkpoints=checkpoints, resume=True)
         further = solver(Dying(mesh, own, 0), B[own], mesh=mesh, atol=1e-10, **files)
         assert further.itn > whole.itn
     if mesh.rank == 0:
@@ -222,6 +228,17 @@ def test_ctrl_c_on_one_rank_ends_it_on_all(mesh, folder, solver):
     finally:
         signal.signal(signal.SIGINT, before)
     assert found.istop == 8 and found.itn == 3
+
+
+def test_a_partition_wants_its_mesh(comm, solver):
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh, mpishard.Mesh(comm) as other:
+        given = (np.copy, np.copy), np.ones(4)
+        field = Partition(np.zeros(4), mesh)
+        with pytest.raises(ValueError, match="no mesh is given: give this one, mesh=mesh"):
+            solver(*given, x0=field)
+        if comm.size > 1:
+            with pytest.raises(ValueError, match=f"mesh with tensor={comm.size}, and .* tensor=1; give"):
+                solver(*given, x0=field, mesh=other)
 
 
 def test_errors_of_one_rank_are_raised_on_all(mesh, solver):

@@ -184,6 +184,21 @@ def test_it_resumes_at_any_iteration_with_the_same_bits(kind):
         assert np.array_equal(other.variances, method.variances)
 
 
+@pytest.mark.parametrize("damp", [0.0, 0.5])
+@pytest.mark.parametrize("start", [None, ONES], ids=["0", "x0"])
+@pytest.mark.parametrize("kind", [LSQR, CGLS])
+def test_rows_in_another_order_are_found_at_any_iteration(kind, start, damp):
+    method, turned = (method_of(kind, *rows, start, damp) for rows in ((TALL, B), (TALL[::-1], B[::-1])))
+    rounded = method_of(kind, (1 + 1e-7) * TALL, B, start, damp)
+    for _ in range(20):
+        for other in (turned, rounded):
+            other.restore(method.numbers() | {"start": other.numbers()["start"]})
+            for name, vector in other.vectors().items():
+                vector[...] = method.vectors()[name]
+        assert method.has_rows_in_order() and rounded.has_rows_in_order() and not turned.has_rows_in_order()
+        method.step()
+
+
 @pytest.mark.parametrize("kind", [LSQR, CGLS])
 def test_a_state_of_another_problem_is_refused(kind):
     numbers = method_of(kind).numbers()
@@ -192,6 +207,13 @@ def test_a_state_of_another_problem_is_refused(kind):
         with pytest.raises(ValueError, match="of another problem"):
             other.restore(numbers)
         assert other.numbers() == before
+
+
+class NoShape:
+    """An operator whose shape is none."""
+
+    def __init__(self, shape=None):
+        self.shape, self.matvec, self.rmatvec = shape, TALL.dot, TALL.T.dot
 
 
 WRONG = {
@@ -204,6 +226,10 @@ WRONG = {
     "complex A": ({"A": 1j * TALL}, TypeError, "A is complex"),
     "no A": ({"A": "matrix"}, TypeError, "A must be"),
     "a vector": ({"A": np.ones(200)}, ValueError, r"\(200,\)"),
+    "no columns": ({"A": np.ones((200, 0))}, ValueError, r"\(200, 0\), and no columns"),
+    "an operator without a shape": ({"A": NoShape()}, TypeError, r"operator whose shape is None; give it \(rows"),
+    "an operator with another shape": ({"A": NoShape("ab")}, TypeError, "operator whose shape is 'ab'"),
+    "small": ({"A": TALL * 1e-200}, ValueError, r"A'\(b - A x0\) is too small .* scale A"),
     "a pair": ({"A": (np.sin, np.cos)}, ValueError, "x0"),
     "x0": ({"x0": np.ones(3)}, ValueError, "40 columns, but x0 has 3"),
     "parameters": ({"x0": mpishard.FlatParameters([mpishard.ParameterSpec("x", (40,))])}, TypeError, "FlatParameters"),

@@ -522,6 +522,11 @@ REFUSED = [
     ({"maxcor": 3}, TypeError, "options="),
     ({"max_iter": 3}, TypeError, "unexpected keyword argument 'max_iter'$"),
     ({"method": "CG", "options": {"c1": 0.4, "c2": 0.1}}, ValueError, "c1=0.4 and c2=0.1"),
+    (
+        {"method": "CG", "options": {"c1": 0.1}},
+        ValueError,
+        "c2=0.1; c2 is the default of this method, give both",
+    ),
     ({"method": "trust-ncg", "options": {"c1": 0.4}}, ValueError, "'trust-ncg' has no option 'c1'"),
     (
         {"method": "trust-ncg", "options": {"initial_trust_radius": 2, "max_trust_radius": 2}},
