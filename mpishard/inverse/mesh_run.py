@@ -37,7 +37,7 @@ from mpishard.record import RunRecord
 Array = Any
 _HOW_TO_SUM = "say reduction='sum'"
 _START = "start.json"  # the fact about the start
-LOOP_NUMBERS = "method.json"  # the fact that has the numbers of a method with a loop of its own
+LOOP_NUMBERS = "least_squares.json"  # the fact about methods with a loop of their own, of which the first was this one
 _OUTER = "augmented_lagrangian.json"  # the fact about a loop of minimisations
 
 
