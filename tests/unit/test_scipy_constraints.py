@@ -133,7 +133,7 @@ ROUND = nonlinear(lambda x: x @ x, 1, 2, lambda x: 2 * x)
         ({"method": "SLSQP"}, ValueError, "'SLSQP': .*leave method= out"),
         ({"method": "trust-constr"}, ValueError, "'trust-constr'"),
         ({"method": "trust-ncg"}, ValueError, "augmented_lagrangian with hessp= and forward="),
-        ({"jac": "2-point"}, ValueError, "jac='2-point'"),
+        ({"jac": "2-point"}, ValueError, "jac='2-point' is for a function without constraints"),
         ({"options": 3}, TypeError, "options=3"),
         ({"options": {"eps": 1}}, ValueError, "no option 'eps'"),
         ({"samples": 3}, ValueError, "samples="),
