@@ -110,8 +110,8 @@ def minimize(
         ``"CG"``), and the result is its own.  `tol` sets ``gtol`` and ``ctol``, the tolerance of the constraints, which
         are options then, and ``maxiter`` counts minimisations.  ``jac`` of a constraint returns an array, a sparse
         matrix or an operator with ``shape``, ``matvec`` and ``rmatvec``; ``"2-point"``, ``"3-point"`` and ``"cs"``
-        call ``fun`` for each unknown, on each rank.  Its ``hess`` and ``keep_feasible=False`` have no use.  With
-        ``reduction="sum"`` each rank gives constraints of its own, at least one.
+        call ``fun`` for each unknown, on each rank, inside of the bounds.  Its ``hess`` and ``keep_feasible=False``
+        have no use.  With ``reduction="sum"`` each rank gives constraints of its own, at least one.
     tol : float, optional
         Sets the tolerances of the method that SciPy sets by it.
     callback : callable, optional
@@ -275,7 +275,7 @@ def _constrained(
         if "maxiter" in own:
             own["maxiter"] = count_of(own["maxiter"])
         unknowns = Unknowns(x0)
-        found = ScipyConstraints(constraints, unknowns)
+        found = ScipyConstraints(constraints, unknowns, further["bounds"])
     limits = {"lower": found.lower, "upper": found.upper}
     arguments = {"args": args, "method": name, "options": given, **limits, **own, **further}
     return augmented_lagrangian(fun, unknowns, found.function, found.adjoint, **arguments)
