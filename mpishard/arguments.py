@@ -64,6 +64,11 @@ def number(
     return plain
 
 
+def without_dimensions(value: Any) -> Any:
+    """The number in an array without dimensions, such as JAX's and PyTorch's reductions return; else `value` itself."""
+    return value.item() if hasattr(value, "item") and np.ndim(value) == 0 else value
+
+
 def returned(value: Any) -> float:
     """The number, or array or tensor of one number, that a function of the user's gave, as a float, maybe NaN.
 

@@ -105,7 +105,7 @@ class Functions:
     @property
     def l1_forms(self) -> str:
         """What all ranks must have alike of these terms."""
-        return ", ".join("L1" if term.reference is None else "L1 with a reference" for term in self.l1)
+        return ", ".join("L1" if term.reference is None else "L1 with a reference" for term in self.l1) or "none"
 
     def check_terms(self, reduction: str | None) -> None:
         """Raise ValueError if terms of `regularized` would not count once with this reduction."""

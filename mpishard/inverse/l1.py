@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import number
+from mpishard.arguments import number, without_dimensions
 from mpishard.backend import array as arrays
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.layout.tensors import ParameterSpec
@@ -65,7 +65,8 @@ class L1:
         for name, least in (("weight", 0.0), ("reference", None)):
             value = getattr(self, name)
             if value is not None and not isinstance(value, Mapping | Sequence) and np.ndim(value) == 0:
-                object.__setattr__(self, name, number(f"L1: {name}", value, least=least))
+                plain = number(f"L1: {name}", without_dimensions(value), least=least)
+                object.__setattr__(self, name, plain)
         if self.weight is None:
             raise TypeError("L1: weight=None must be a number, an array, or these by tensor name")
 
@@ -132,7 +133,7 @@ def _elements(terms: Sequence[L1], unknowns: Unknowns) -> tuple[np.ndarray, np.n
     for term in terms:
         pair = given("weight", term.weight), given("reference", term.reference)
         weights, reference = elements_of_l1("L1", *pair, specs, dtype)
-        mask = whole_elements("L1: mask", given("mask", term.mask), specs, np.dtype(bool), missing=True)
+        mask = whole_elements("L1: the elements of mask", given("mask", term.mask), specs, np.dtype(bool), missing=True)
         weights = weights if mask is None else weights * mask
         if reference is not None or references is not None:
             reference = np.zeros_like(total) if reference is None else reference

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpishard.arguments import integer, shown
 from mpishard.inverse.finite_differences import FiniteDifferences
-from mpishard.inverse.functions import Callback, Functions, opening
+from mpishard.inverse.functions import TERMS, Callback, Functions, opening
 from mpishard.inverse.l1 import l1_option
 from mpishard.inverse.loop import files_given, run_loop
 from mpishard.inverse.multipliers import augmented_lagrangian
@@ -110,8 +110,8 @@ def minimize(
         ``"CG"``), and the result is its own.  `tol` sets ``gtol`` and ``ctol``, the tolerance of the constraints, which
         are options then, and ``maxiter`` counts minimisations.  ``jac`` of a constraint returns an array, a sparse
         matrix or an operator with ``shape``, ``matvec`` and ``rmatvec``; ``"2-point"``, ``"3-point"`` and ``"cs"``
-        call ``fun`` for each unknown, on each rank.  Its ``hess`` and ``keep_feasible=False`` have no use.  With
-        ``reduction="sum"`` each rank gives constraints of its own, at least one.
+        call ``fun`` for each unknown, on each rank, inside of the bounds.  Its ``hess`` and ``keep_feasible=False``
+        have no use.  With ``reduction="sum"`` each rank gives constraints of its own, at least one.
     tol : float, optional
         Sets the tolerances of the method that SciPy sets by it.
     callback : callable, optional
@@ -258,6 +258,13 @@ def _constrained(
                 f"method={name!r} with constraints needs products with the Hessian of the Lagrangian: call "
                 "mpishard.augmented_lagrangian with hessp= and forward="
             )
+        if isinstance(further["jac"], str):
+            raise ValueError(
+                f"jac={further['jac']!r} is for a function without constraints: with them give jac=True if fun returns "
+                "(value, gradient), or jac=function; the jac of a constraint may be '2-point' or '3-point'"
+            )
+        if getattr(getattr(fun, TERMS, None), "l1", ()):
+            raise ValueError("minimize takes L1 terms or constraints=, not both: take a smooth term, or bounds=")
         if elastic["elastic"] or elastic["samples"] is not None:
             raise ValueError("constraints= are for ranks that stay: leave elastic= and samples= out")
         if not (options is None or isinstance(options, Mapping)):
@@ -268,7 +275,7 @@ def _constrained(
         if "maxiter" in own:
             own["maxiter"] = count_of(own["maxiter"])
         unknowns = Unknowns(x0)
-        found = ScipyConstraints(constraints, unknowns)
+        found = ScipyConstraints(constraints, unknowns, further["bounds"])
     limits = {"lower": found.lower, "upper": found.upper}
     arguments = {"args": args, "method": name, "options": given, **limits, **own, **further}
     return augmented_lagrangian(fun, unknowns, found.function, found.adjoint, **arguments)

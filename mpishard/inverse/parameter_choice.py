@@ -72,7 +72,8 @@ def l_curve(weights: Any, misfits: Any, terms: Any, *, plot: str | PathLike[str]
         By weight the norm of the residual at the result, above 0.
     terms : sequence of float
         By weight the norm that the term measures at the result, without its weight, above 0.  Both may be squares of
-        norms, as values of a misfit and of a term are, with any factor: the corner is the same.
+        norms, as values of a misfit and of a term are, with any factor: the corner is the same.  That of an `L1` term
+        is the sum of absolute values, and goes with a residual that is not squared.
     plot : path, optional
         Draw the curve into this file, whose name says the format (.png, .pdf, .svg); needs matplotlib
         (``mpishard[cli]``).  Call it on one rank then.

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.arguments import integer, number, shown
+from mpishard.arguments import integer, number, shown, without_dimensions
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import OneRank, raised_on_all
@@ -94,7 +94,7 @@ class RegularizationTerm(ABC):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _as_array(getattr(self, name)))
         if np.ndim(self.weight) == 0:
-            object.__setattr__(self, "weight", number("weight", self.weight, least=0))
+            object.__setattr__(self, "weight", number("weight", without_dimensions(self.weight), least=0))
         steps = self.spacing if isinstance(self.spacing, Sequence | np.ndarray) else [self.spacing]
         object.__setattr__(self, "spacing", tuple(number("spacing", step, above=0) for step in steps))
         if self.mesh is not None and (self.exchange is not None or not isinstance(self.mesh, Mesh)):
@@ -397,7 +397,8 @@ class SmoothedTotalVariation(RegularizationTerm):
 
 
 def _as_array(values: Any) -> Array:
-    return values if hasattr(values, "reshape") else np.asarray(values)
+    """On a device as it is; others, also JAX's and PyTorch's on a CPU, as NumPy's."""
+    return values if arrays.is_device(values) else np.asarray(values)
 
 
 def _range(values: Array) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from mpishard.arguments import shown
 from mpishard.backend.exact_gram import SparseRows
 from mpishard.inverse.residuals import ResidualFunctions, adjoint_product
 from mpishard.inverse.unknowns import Unknowns, has_names
+from mpishard.minimizers.elements import whole_bounds
 
 Array = Any
 _FORMS = (
@@ -24,12 +25,14 @@ _ENTRIES = {"type", "fun", "jac", "args"}
 class ScipyConstraints:
     """The constraints of SciPy's objects and dictionaries, one after the other.  Not collective.
 
+    `bounds` are those of `minimize`, which finite differences of constraints keep, too.
+
     Raises TypeError or ValueError if one is none, or if a Jacobian is missing.
     """
 
-    def __init__(self, given: Any, unknowns: Unknowns) -> None:
+    def __init__(self, given: Any, unknowns: Unknowns, bounds: Any = None) -> None:
         several = isinstance(given, list | tuple)
-        self._constraints = [_constraint(each, unknowns) for each in (given if several else [given])]
+        self._constraints = [_constraint(each, unknowns, bounds) for each in (given if several else [given])]
         self._unknowns = unknowns
         self._sizes = [0] * len(self._constraints)  # at the last point
 
@@ -74,7 +77,9 @@ class ScipyConstraints:
 class _Constraint:
     """One constraint of SciPy's: its functions and its limits, and its name for messages."""
 
-    def __init__(self, name: str, fun: Any, jac: Any, args: Any, limits: tuple[Any, Any], unknowns: Unknowns) -> None:
+    def __init__(
+        self, name: str, fun: Any, jac: Any, args: Any, limits: tuple[Any, Any], unknowns: Unknowns, bounds: Any
+    ) -> None:
         if not callable(fun):
             raise TypeError(f"{name}: fun={shown(fun)} must be a function that returns the constraints")
         if not callable(jac) and (unknowns.is_split or unknowns.parameters is not None or unknowns.has_fields):
@@ -84,11 +89,24 @@ class _Constraint:
             )
         self.name, self.jac = name, jac
         self.lower, self.upper = limits
-        free = np.full(unknowns.given_size, math.inf)
-        self.functions = ResidualFunctions(fun, jac, args, None, None, -free, free, unknowns, of="constraints")
+        room = _room(unknowns, None if callable(jac) else bounds)
+        self.functions = ResidualFunctions(fun, jac, args, None, None, *room, unknowns, of="constraints")
 
 
-def _constraint(given: Any, unknowns: Unknowns) -> _Constraint:
+def _room(unknowns: Unknowns, bounds: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the largest values that finite differences may take; all, where bounds leave one value."""
+    room = np.full((2, unknowns.given_size), [[-math.inf], [math.inf]])
+    pair = unknowns.options(bounds)["bounds"]
+    if pair is None:
+        return room[0], room[1]
+    for side, limits in zip(room, whole_bounds(pair, unknowns.option_specs, room.dtype), strict=True):
+        if limits is not None:
+            side[:] = limits
+    pinned = room[0] == room[1]
+    return np.where(pinned, -math.inf, room[0]), np.where(pinned, math.inf, room[1])
+
+
+def _constraint(given: Any, unknowns: Unknowns, bounds: Any) -> _Constraint:
     if isinstance(given, Mapping):
         kind, extra = given.get("type"), set(given) - _ENTRIES
         if kind not in ("eq", "ineq") or "fun" not in given or extra:
@@ -98,7 +116,9 @@ def _constraint(given: Any, unknowns: Unknowns) -> _Constraint:
             )
         jac, upper = given.get("jac"), 0.0 if kind == "eq" else math.inf
         jac = "2-point" if jac is None else jac
-        return _Constraint(f"constraint {kind!r}", given["fun"], jac, given.get("args", ()), (0.0, upper), unknowns)
+        return _Constraint(
+            f"constraint {kind!r}", given["fun"], jac, given.get("args", ()), (0.0, upper), unknowns, bounds
+        )
     if not (hasattr(given, "lb") and hasattr(given, "ub") and (hasattr(given, "A") or hasattr(given, "fun"))):
         raise TypeError(f"constraints={shown(given)} must be {_FORMS}")
     name = type(given).__name__
@@ -109,7 +129,7 @@ def _constraint(given: Any, unknowns: Unknowns) -> _Constraint:
         )
     limits = given.lb, given.ub
     if hasattr(given, "fun"):
-        return _Constraint(name, given.fun, given.jac, (), limits, unknowns)
+        return _Constraint(name, given.fun, given.jac, (), limits, unknowns, bounds)
     matrix = given.A if hasattr(given.A, "tocsr") else np.atleast_2d(np.asarray(given.A, np.float64))
     if matrix.shape[1] != unknowns.given_size:
         raise ValueError(
@@ -121,4 +141,4 @@ def _constraint(given: Any, unknowns: Unknowns) -> _Constraint:
         flat = x.flat if has_names(x) else unknowns.vector("x", x)
         return rows.times(np.ascontiguousarray(flat, np.float64))
 
-    return _Constraint(name, values, lambda x: matrix, (), limits, unknowns)
+    return _Constraint(name, values, lambda x: matrix, (), limits, unknowns, None)

@@ -136,8 +136,10 @@ class Tree:
             leaf = self.leaves[index]
             block = _as_array(_of(what, leaf.name), value)
             if block.shape != (rows, *leaf.shape):
-                expected = f"{rows} residuals of x0 of shape {leaf.shape}"
-                raise ValueError(f"{_of(what, leaf.name)} has the shape {block.shape}, but there are {expected} there")
+                raise ValueError(
+                    f"{_of(what, leaf.name)} has the shape {block.shape}, but fun returned {rows} numbers, and x0 has "
+                    f"the shape {leaf.shape} there; return {(rows, *leaf.shape)}"
+                )
             blocks.append(block.reshape(rows, leaf.size))
         return np.concatenate(blocks, 1)
 

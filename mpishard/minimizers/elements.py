@@ -208,6 +208,7 @@ def _array(what: str, value: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np
         found = np.asarray(arrays.to_host(value) if arrays.is_array(value) else value)
         if found.dtype.kind not in "biuf":
             raise TypeError
+        is_nan = np.isnan(found)
         found = found.astype(dtype, copy=False)
     except (TypeError, ValueError):
         raise TypeError(f"{what} must be numbers, got {shown(value)}") from None
@@ -216,8 +217,8 @@ def _array(what: str, value: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np
     size = int(np.prod(shape))
     if found.shape not in ((), shape, (size,)):
         raise ValueError(f"{what} have the shape {found.shape}, but the parameters {shape}; give that, or one number")
-    if dtype.kind == "f" and np.isnan(found).any():
-        raise ValueError(f"{what} contain NaN, at {int(np.flatnonzero(np.isnan(found))[0])} first")
+    if is_nan.any():  # which as a bool would be True
+        raise ValueError(f"{what} contain NaN, at {int(np.flatnonzero(is_nan)[0])} first")
     return found if found.shape == () else found.reshape(shape)
 
 

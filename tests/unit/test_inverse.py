@@ -300,6 +300,16 @@ def test_float32_and_flat_arrays_keep_their_kind() -> None:
         assert value == wide[0] and np.array_equal(gradient, wide[1].astype(np.float32).reshape(-1))
 
 
+@pytest.mark.parametrize("library", ["jax.numpy", "torch"])
+def test_arrays_of_a_term_may_be_of_jax_or_pytorch(library: str) -> None:
+    asarray, x = pytest.importorskip(library).asarray, np.arange(4.0)
+    given = {"weight": [1.0, 2, 3, 4], "reference": [0.5, 0, 1, 2], "mask": [True, True, False, True]}
+    others = {name: asarray(values) for name, values in given.items()}
+    found = [Tikhonov(order=0, **arrays).value_and_gradient(x) for arrays in (given, others)]
+    assert found[0][0] == found[1][0] and np.array_equal(found[0][1], found[1][1])
+    assert Tikhonov(weight=asarray(2.0)).weight == 2
+
+
 def test_slabs_by_an_exchange_of_ones_own_have_the_bits_of_the_whole_field() -> None:
     whole, direction = np.random.default_rng(1).standard_normal((2, 11, 4))
     options: dict[str, Any] = {"mask": np.random.default_rng(2).random((11, 4)) > 0.2, "reference": 0.1 * whole}

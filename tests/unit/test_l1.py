@@ -292,7 +292,8 @@ def run(term: L1 | list[L1], x0: Any = ZEROS, **given: Any) -> Any:
         (lambda: run(L1(np.ones(5))), r"L1: the weights .*\(5,\).*\(6,\)"),
         (lambda: run(L1(np.ones((6, 1)))), r"L1: the weights .*\(6, 1\).*\(6,\)"),
         (lambda: run(L1(1.0, reference=np.ones(7))), r"L1: the references .*\(7,\).*\(6,\)"),
-        (lambda: run(L1(1.0, mask=np.ones(4, bool))), r"L1: mask .*\(4,\).*\(6,\)"),
+        (lambda: run(L1(1.0, mask=np.ones(4, bool))), r"L1: the elements of mask .*\(4,\).*\(6,\)"),
+        (lambda: run(L1(1.0, mask=np.full(6, np.nan))), "L1: the elements of mask contain NaN, at 0"),
         (lambda: run(L1([1.0, 1, 1, -2, 1, 1])), r"L1: the weight of element \(3\) of 'x' is -2"),
         (lambda: run(L1([1.0, 1, 1, np.inf, 1, 1])), r"L1: the weight of element \(3\) of 'x' is inf"),
         (lambda: run(L1(1.0, reference=[0, np.inf, 0, 0, 0, 0])), r"the reference of element \(1\) of 'x' is inf"),
@@ -313,12 +314,21 @@ def run(term: L1 | list[L1], x0: Any = ZEROS, **given: Any) -> Any:
         (lambda: regularized(squares, L1(1.0))(ZEROS, np.arange(3), ZEROS), "L1 term.*mpishard.minimize"),
         (lambda: mpishard.least_squares(regularized(squares, L1(1.0)), ZEROS), "regularized.*minimize"),
         (lambda: mpishard.augmented_lagrangian(regularized(squares, L1(1.0)), ZEROS, squares, squares), "no L1 term"),
+        (lambda: run(L1(1.0), constraints={"type": "eq", "fun": sum}), "L1 terms or constraints=, not both"),
         (lambda: regularized(squares, [L1(1.0), 3]), "3"),
     ],
 )
 def test_what_is_refused(call: Callable[[], Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         call()
+
+
+def test_arrays_without_dimensions_are_numbers() -> None:
+    term = L1(np.array(1.5), reference=np.array(0.5))
+    assert term == L1(1.5, reference=0.5) and type(term.weight) is type(term.reference) is float
+    assert Tikhonov(weight=np.array(1.5)).weight == 1.5
+    with pytest.raises(TypeError, match=r"L1: weight=1j"):
+        L1(np.array(1j))
 
 
 def test_the_rest_of_a_function_is_checked(capsys: pytest.CaptureFixture[str]) -> None:

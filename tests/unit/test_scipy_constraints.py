@@ -103,6 +103,31 @@ def test_points_have_the_form_of_the_start():
     assert found.x is named and np.allclose(named["a"], -1, atol=1e-5)
 
 
+@pytest.mark.parametrize("jac", ["2-point", "3-point"])
+@pytest.mark.parametrize("tree", [False, True])
+def test_finite_differences_stay_inside_of_the_bounds(jac, tree):
+    """The constraint has a root that ends at the upper bound, where the start is; another element cannot move."""
+    seen = []
+
+    def root(x):
+        x = x["a"] if tree else x
+        seen.append(x.copy())
+        return [np.sqrt(1 - x[0]) + x[1] * x[2] - 1]
+
+    def fun(x):
+        x = x["a"] if tree else x
+        gradient = np.array([-2.0, 2 * x[1], 0])
+        return -2 * x[0] + x[1] ** 2, {"a": gradient} if tree else gradient
+
+    lower, upper, start = [-np.inf, 0, 1], [1, 2, 1], np.array([1.0, 0, 1])
+    pair = np.array(lower), np.array(upper)
+    bounds, x0 = ({"a": pair}, {"a": start}) if tree else (pair, start)
+    found = minimize(fun, x0, bounds=bounds, constraints=nonlinear(root, 0, np.inf, jac))
+    x = found.x["a"] if tree else found.x
+    assert found.success and np.allclose(x, [8 / 9, 2 / 3, 1], atol=1e-4)
+    assert np.max(seen, axis=0)[0] <= 1 and np.min(seen, axis=0)[1] >= 0
+
+
 ROUND = nonlinear(lambda x: x @ x, 1, 2, lambda x: 2 * x)
 
 
@@ -133,7 +158,7 @@ ROUND = nonlinear(lambda x: x @ x, 1, 2, lambda x: 2 * x)
         ({"method": "SLSQP"}, ValueError, "'SLSQP': .*leave method= out"),
         ({"method": "trust-constr"}, ValueError, "'trust-constr'"),
         ({"method": "trust-ncg"}, ValueError, "augmented_lagrangian with hessp= and forward="),
-        ({"jac": "2-point"}, ValueError, "jac='2-point'"),
+        ({"jac": "2-point"}, ValueError, "jac='2-point' is for a function without constraints"),
         ({"options": 3}, TypeError, "options=3"),
         ({"options": {"eps": 1}}, ValueError, "no option 'eps'"),
         ({"samples": 3}, ValueError, "samples="),
