@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpishard.arguments import shown
+from mpishard.backend import array as arrays
 from mpishard.comm.errors import raised_on_all
 from mpishard.inverse.functions import Callback, Functions, opening, world_of
 from mpishard.inverse.loop import files_given, run_loop
 from mpishard.inverse.minimization import elastic_options
 from mpishard.inverse.posterior import LaplacePosterior, Ranks
-from mpishard.inverse.priors import Prior
+from mpishard.inverse.priors import DiagonalPrior, Prior
 from mpishard.inverse.result import LoopOptions
 from mpishard.inverse.reverse_communication import ReverseCommunication
 from mpishard.inverse.unknowns import Unknowns
@@ -136,9 +141,20 @@ def laplace(
         same |= files_given(mesh, checkpoints, resume, record)
     with raised_on_all(world_of(mesh)):
         prior = prior.on(x, mesh)
+        mean = prior.mean  # checked before the products, which may take hours
+        if mean is not None:
+            mean = mean if isinstance(mean, Real) else unknowns.vector("prior.mean", mean)
+            if not np.isfinite(arrays.to_host(mean)).all():
+                raise ValueError("prior.mean has elements that are NaN or infinite: give finite numbers")
     functions = Functions(hessp, True, hessp, args)  # no value is asked for
     of_prior = {name: getattr(prior, name) for name in ("precision", "covariance", "factor")}
     operators = {name: unknowns.operator_of_this_rank(f"prior.{name}", each) for name, each in of_prior.items()}
+    if not (unknowns.is_split or unknowns.has_fields):
+        with opening(mesh, "laplace") as same:
+            same["prior.mean"] = _digest(mean)
+            if isinstance(prior, DiagonalPrior):
+                ones = arrays.module_of(unknowns.flat).ones_like(unknowns.flat)
+                same["prior.variance"] = _digest(operators["covariance"](ones))
     kept = min(options.rank, unknowns.total)
     method = DoublePass(
         inner_product=RieszMap(operators["precision"], operators["covariance"]),
@@ -164,6 +180,20 @@ def laplace(
         raise KeyboardInterrupt(
             f"laplace was stopped after {ended.progress.products} of up to {2 * len(method.slots)} products"
         )
+    if ended.reason == "not finite":
+        raise ValueError(
+            f"laplace failed at product {ended.progress.products}: the Hessian product is NaN or infinite, or what the "
+            "prior made of it, or the direction that its factor made"
+        )
     if ended.reason != "rank":
         raise ValueError(f"laplace {ended.result.message}")
     return LaplacePosterior(ended.result.x, prior, unknowns, ranks, mesh)
+
+
+def _digest(values: Any) -> str:
+    """A number, or a hash of an array, which ranks compare."""
+    if values is None:
+        return "None"
+    if isinstance(values, Real):
+        return repr(float(values))
+    return hashlib.blake2b(np.ascontiguousarray(arrays.to_host(values)).data, digest_size=8).hexdigest()
