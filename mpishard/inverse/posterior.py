@@ -119,7 +119,7 @@ class LaplacePosterior:
         Raises
         ------
         ValueError
-            If the prior does not know its own.
+            If the prior does not know its own, or knows one that is not positive and finite.
         """
         return self._shown(self._variance())
 
