@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from mpishard.inverse.functions import Callback, Functions, opening, world_of
 from mpishard.inverse.loop import files_given, run_loop
 from mpishard.inverse.minimization import elastic_options
 from mpishard.inverse.posterior import LaplacePosterior, Ranks
-from mpishard.inverse.priors import DiagonalPrior, Prior
+from mpishard.inverse.priors import Prior
 from mpishard.inverse.result import LoopOptions
 from mpishard.inverse.reverse_communication import ReverseCommunication
 from mpishard.inverse.unknowns import Unknowns
@@ -149,12 +148,6 @@ def laplace(
     functions = Functions(hessp, True, hessp, args)  # no value is asked for
     of_prior = {name: getattr(prior, name) for name in ("precision", "covariance", "factor")}
     operators = {name: unknowns.operator_of_this_rank(f"prior.{name}", each) for name, each in of_prior.items()}
-    if not (unknowns.is_split or unknowns.has_fields):
-        with opening(mesh, "laplace") as same:
-            same["prior.mean"] = _digest(mean)
-            if isinstance(prior, DiagonalPrior):
-                ones = arrays.module_of(unknowns.flat).ones_like(unknowns.flat)
-                same["prior.variance"] = _digest(operators["covariance"](ones))
     kept = min(options.rank, unknowns.total)
     method = DoublePass(
         inner_product=RieszMap(operators["precision"], operators["covariance"]),
@@ -188,12 +181,3 @@ def laplace(
     if ended.reason != "rank":
         raise ValueError(f"laplace {ended.result.message}")
     return LaplacePosterior(ended.result.x, prior, unknowns, ranks, mesh)
-
-
-def _digest(values: Any) -> str:
-    """A number, or a hash of an array, which ranks compare."""
-    if values is None:
-        return "None"
-    if isinstance(values, Real):
-        return repr(float(values))
-    return hashlib.blake2b(np.ascontiguousarray(arrays.to_host(values)).data, digest_size=8).hexdigest()

@@ -236,11 +236,3 @@ def test_errors_of_one_rank_are_raised_on_all(mesh):
     posterior = laplace(POINT, whole, prior, mesh=mesh, **OPTIONS)
     with pytest.raises(ValueError, match="59 elements"):
         posterior.covariance @ POINT[last:]
-
-
-def test_priors_that_differ_between_ranks(mesh):
-    if mesh.size == 1:
-        pytest.skip("one rank")
-    for name, given in (("variance", {}), ("mean", {"mean": float(mesh.rank)})):
-        with pytest.raises(ValueError, match=f"same arguments of laplace, but prior.{name} is"):
-            laplace(POINT, whole, DiagonalPrior(1.0 + (mesh.rank if name == "variance" else 0), **given), mesh=mesh)
