@@ -38,6 +38,8 @@ _ERROR = -54
 _STEP = 0.2
 # Further from both ends of an axis than so many e-foldings of the covariance an end is not felt.
 _REACH = 22
+# Cells of the longest correlation length: a solve takes up to 32 sweeps, and a number in memory, for each.
+_LONGEST = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,9 +118,16 @@ class BiLaplacianPrior(Prior):
             if len(each) != len(shape):
                 raise ValueError(f"{name} has {len(each)} numbers, but the grid has {len(shape)} dimensions")
             object.__setattr__(self, name, tuple(number(name, length, above=0) for length in each))
+        for length, step, extent in zip(self.correlation_length, self.spacing, shape, strict=True):
+            if extent > 1 and length / step > _LONGEST:
+                raise ValueError(
+                    f"correlation_length={length:g} is {length / step:.3g} cells of spacing={step:g}, and may be at "
+                    f"most {_LONGEST}; give both in the same units"
+                )
         for name in ("standard_deviation", "mean"):
-            if np.ndim(getattr(self, name)) == 0 and getattr(self, name) is not None:
-                number(name, getattr(self, name), above=_ABOVE[name])
+            given = getattr(self, name)
+            if np.ndim(given) == 0 and not (name == "mean" and given is None):
+                number(name, given, above=_ABOVE[name], otherwise="an array like the unknowns")
 
     def on(self, x: Any, mesh: Mesh | None = None) -> BiLaplacianPrior:
         """This prior for unknowns like these, cut as they are.  Collective over the mesh.
@@ -262,12 +271,19 @@ class BiLaplacianPrior(Prior):
 
     def _of_cells(self, name: str) -> np.ndarray:
         """A number or array of the user's, checked, for each cell of this rank."""
-        values = np.asarray(arrays.to_host(getattr(self, name)), np.float64)
+        values = np.asarray(arrays.to_host(getattr(self, name)))
+        if values.dtype.kind not in "biuf":
+            raise TypeError(f"{name}={shown(getattr(self, name))} must be an array of real numbers")
+        values = values.astype(np.float64)
         box = box_shape(self._operator.box)
         if values.ndim == 0:
             return np.broadcast_to(values, box)
         if values.size != prod(box):
             raise ValueError(f"{name} has {values.size} values, and the grid of the prior is {box}")
+        if values.shape not in (box, (prod(box),)):
+            raise ValueError(
+                f"{name} has the shape {values.shape}, and the grid of the prior {box}: give that, or it flat"
+            )
         for extreme in (values.min(), values.max()) if values.size else ():
             number(name, float(extreme), above=_ABOVE[name])
         return values.reshape(box)
@@ -280,6 +296,10 @@ class BiLaplacianPrior(Prior):
                 raise ValueError(
                     f"the vector has {vector.size} elements, and the grid of the prior is {box}; where ranks share the "
                     "field take prior.on(x, mesh)"
+                )
+            if vector.shape not in (box, (prod(box),)):
+                raise ValueError(
+                    f"the vector has the shape {vector.shape}, and the grid of the prior {box}: give that, or it flat"
                 )
         # Contiguous and to be written to, as the compiled sweep wants it.
         found = operation(np.array(arrays.to_host(vector), np.float64, order="C").reshape(box))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpishard.arguments import shown
+from mpishard.backend import array as arrays
 from mpishard.comm.errors import raised_on_all
 from mpishard.inverse.functions import Callback, Functions, opening, world_of
 from mpishard.inverse.loop import files_given, run_loop
@@ -136,6 +140,11 @@ def laplace(
         same |= files_given(mesh, checkpoints, resume, record)
     with raised_on_all(world_of(mesh)):
         prior = prior.on(x, mesh)
+        mean = prior.mean  # checked before the products, which may take hours
+        if mean is not None:
+            mean = mean if isinstance(mean, Real) else unknowns.vector("prior.mean", mean)
+            if not np.isfinite(arrays.to_host(mean)).all():
+                raise ValueError("prior.mean has elements that are NaN or infinite: give finite numbers")
     functions = Functions(hessp, True, hessp, args)  # no value is asked for
     of_prior = {name: getattr(prior, name) for name in ("precision", "covariance", "factor")}
     operators = {name: unknowns.operator_of_this_rank(f"prior.{name}", each) for name, each in of_prior.items()}
@@ -163,6 +172,11 @@ def laplace(
     if ended.reason == "signal":
         raise KeyboardInterrupt(
             f"laplace was stopped after {ended.progress.products} of up to {2 * len(method.slots)} products"
+        )
+    if ended.reason == "not finite":
+        raise ValueError(
+            f"laplace failed at product {ended.progress.products}: the Hessian product is NaN or infinite, or what the "
+            "prior made of it, or the direction that its factor made"
         )
     if ended.reason != "rank":
         raise ValueError(f"laplace {ended.result.message}")

@@ -119,7 +119,7 @@ class LaplacePosterior:
         Raises
         ------
         ValueError
-            If the prior does not know its own.
+            If the prior does not know its own, or knows one that is not positive and finite.
         """
         return self._shown(self._variance())
 
@@ -284,7 +284,13 @@ class LaplacePosterior:
         given: Any = None
         with raised_on_all(self._ranks.world):
             given = self._prior.variance()
-        return self._own("prior.variance", given)
+        found = self._own("prior.variance", given)
+        with raised_on_all(self._ranks.world):
+            values = arrays.to_host(found)
+            wrong = values[~((values > 0) & np.isfinite(values))]
+            if wrong.size:
+                raise ValueError(f"prior.variance must be positive and finite, but has the element {wrong[0]:g}")
+        return found
 
     def _prior_log_determinant(self) -> float | None:
         """That of the prior's precision; for a diagonal one the sum over all elements."""

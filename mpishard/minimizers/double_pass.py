@@ -19,6 +19,7 @@ Array = Any
 
 _EXHAUSTED = 2.0**5  # in units of rounding: what is left of an image, beside the largest one, when there are no more
 _NEGLIGIBLE = 1e-11  # the norm of what is left of an image of prior noise, whose eigenvalues are about as large
+_NEGATIVE = 1e-4  # the cosine of a vector and its product with the precision, below 0, which is not from errors
 _SAME = 1e-6  # the relative difference by which a point and a prior may differ from those of a checkpoint
 _OPTIONS = ("rank", "oversampling", "seed")
 _BLOCK = 1 << 12  # elements of the basis that are turned at once
@@ -188,6 +189,8 @@ class DoublePassMinimizer(Minimizer):
             norm = self._norm(image, dual)
         if not math.isfinite(norm):
             self._end("not finite")
+        elif norm == 0 and self._is_negative(image, dual):
+            self._end("indefinite")
         elif not norm > least:
             self.vectors[number:] = 0
             self.note_written()
@@ -207,6 +210,11 @@ class DoublePassMinimizer(Minimizer):
         """The norm of a vector from its product with the precision."""
         (square,) = self.space.measured_dots((vector, dual))
         return math.sqrt(max(square, 0.0))
+
+    def _is_negative(self, vector: Array, dual: Array) -> bool:
+        """Whether a vector's product with the precision is below 0, beyond what errors of a solve explain."""
+        product, *squares = self.space.measured_dots((vector, dual), (vector, vector), (dual, dual))
+        return product < -_NEGATIVE * math.sqrt(squares[0]) * math.sqrt(squares[1])
 
     def _turn(self) -> None:
         """Begin the second pass, if there is a basis."""

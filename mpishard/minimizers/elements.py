@@ -262,4 +262,7 @@ def check_inverse(riesz_of_ones: Array) -> None:
     """Raise ValueError unless ``solve(apply(1))`` of a RieszMap is 1 to a tenth, on this rank."""
     off = float(abs(riesz_of_ones - 1).max()) if riesz_of_ones.size else 0.0
     if not off < 0.1:
-        raise ValueError(f"RieszMap: solve(apply(x)) must be x, and for x = 1 is off by {off:.3g}; are they swapped?")
+        raise ValueError(
+            "solve(apply(x)) must be x, of a RieszMap and of the prior of laplace, whose precision is apply; for x = 1 "
+            f"it is off by {off:.3g}: give functions of the same operator, the same on all ranks"
+        )

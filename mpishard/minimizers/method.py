@@ -407,6 +407,7 @@ FAILURES = {
     "unbounded": "the value keeps falling, as if it had no lower limit",
     "range": "the square of the gradient is too small or too large for a float64; scale the function",
     "not finite": "the value, the gradient or a Hessian product is NaN or infinite",
+    "indefinite": "the prior's precision R must be positive definite, but v'R v is negative for some v",
 }
 
 

@@ -144,6 +144,10 @@ def test_a_field_of_the_unknowns():
         ({"x": {"a": np.zeros(20), "b": np.zeros(2)}}, "dict of 2.*one field"),
         ({"x": mpishard.FlatParameters.of({"speed": np.zeros((5, 4))})}, "5, 4.*4, 5"),
         ({"vector": np.zeros(19)}, "19.*4, 5"),
+        ({"vector": np.zeros((5, 4))}, r"vector has the shape \(5, 4\).*\(4, 5\)"),
+        ({"standard_deviation": np.ones((5, 4))}, r"standard_deviation has the shape \(5, 4\).*\(4, 5\)"),
+        ({"mean": np.ones((5, 4))}, r"mean has the shape \(5, 4\).*\(4, 5\)"),
+        ({"correlation_length": 1e8}, "1e.08 cells.*same units"),
     ],
 )
 def test_wrong_arguments(change, words):
@@ -151,3 +155,9 @@ def test_wrong_arguments(change, words):
     x, vector = call.pop("x"), call.pop("vector")
     with pytest.raises(ValueError, match=words):
         BiLaplacianPrior(**call).on(x).factor(vector)
+
+
+@pytest.mark.parametrize("given", [None, "a", np.ones((4, 5), complex), ["a"] * 20])
+def test_a_standard_deviation_of_no_numbers(given):
+    with pytest.raises(TypeError, match="standard_deviation=.*must be"):
+        BiLaplacianPrior((4, 5), correlation_length=2.0, standard_deviation=given).on(np.zeros(20))

@@ -22,6 +22,7 @@ ROOT = np.tril(RANDOM.standard_normal((SIZE, SIZE))) / 8 + np.eye(SIZE)
 COVARIANCE = ROOT @ ROOT.T
 PRECISION = np.linalg.inv(COVARIANCE)
 MEAN = np.linspace(-1, 1, SIZE)
+FLIPPED = np.where(np.arange(SIZE) == 3, -1.0, 1.0)
 POINT = RANDOM.standard_normal(SIZE)
 
 
@@ -190,7 +191,18 @@ def test_data_that_say_nothing():
         (linear, {"prior": DiagonalPrior(np.ones(7))}, r"variance .*\(7,\)"),
         (linear, {"prior": OperatorPrior(np.negative, np.negative)}, "positive definite.*v'R v = -"),
         (linear, {"prior": OperatorPrior(lambda v: 2 * v, lambda v: 2 * v)}, "solve.apply.x.. must be x"),
+        (
+            lambda x, v: 2 * v,
+            {"prior": OperatorPrior(FLIPPED.__mul__, FLIPPED.__mul__)},
+            "precision R must be positive definite",
+        ),
         (linear, {"prior": dense_prior(mean=np.ones(3))}, "prior.mean has 3 elements"),
+        (linear, {"prior": DiagonalPrior(1.0, mean=np.nan)}, "prior.mean .*NaN"),
+        (
+            linear,
+            {"prior": OperatorPrior(np.positive, np.positive, lambda v: v * np.nan)},
+            "failed at product 1.*factor",
+        ),
         (linear, {"prior": OperatorPrior(lambda v: v[1:], COVARIANCE.__matmul__)}, "prior.precision has 39"),
     ],
 )
@@ -213,6 +225,13 @@ def test_bad_arguments(hessp, more, words):
 def test_arguments_of_a_wrong_kind(call, words):
     with pytest.raises(TypeError, match=words):
         call()
+
+
+@pytest.mark.parametrize("variance", [-1.0, 0, np.nan, np.where(np.arange(SIZE) == 5, np.inf, 1.0)])
+def test_a_variance_that_is_none(variance):
+    found = laplace(POINT, linear, OperatorPrior(np.positive, np.positive, variance=variance), rank=3)
+    with pytest.raises(ValueError, match=r"prior.variance must be positive and finite.*(-1|0|nan|inf)$"):
+        found.standard_deviation()
 
 
 def test_the_table(tmp_path):
