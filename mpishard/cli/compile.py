@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from mpishard.backend import array, exact, exact_gram, exact_rows, jit
+from mpishard.backend import array, exact, exact_gram, exact_rows, jit, sparse_rows
 from mpishard.backend.array import Kernel
 from mpishard.backend.compiled import compile_expected
 from mpishard.backend.grid_sweeps import chebyshev_sweep
@@ -120,8 +120,11 @@ def _compile_compressors(dtype: np.dtype) -> None:
 
 
 def _compile_least_squares() -> None:
-    rows = exact_gram.SparseRows.of(np.eye(2))
-    rows.words(np.ones(2), rows.tops(rows.times(np.ones(2))))
+    for index in (np.uint32, np.uint64):
+        rows = sparse_rows.SparseRows.of(np.eye(2))
+        rows = rows._replace(columns=rows.columns.astype(index), starts=rows.starts.astype(index))
+        tops = rows.divided(np.ones(2)).tops(rows.times(np.ones(2)))
+        sparse_rows.values(rows.words(np.ones(2), sparse_rows.units(tops)), np.ones(1))
     matrix = exact_gram.ExactGram(np.eye(2), np.zeros((2, 2)))
     exact_gram.solve(matrix, (np.ones(2), np.zeros(2)))
     matrix.form(np.ones(2), np.ones(2))

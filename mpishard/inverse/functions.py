@@ -13,7 +13,7 @@ import numpy as np
 
 from mpishard.arguments import returned, shown
 from mpishard.backend import array as arrays
-from mpishard.backend.exact_gram import SparseRows
+from mpishard.backend.sparse_rows import SparseRows
 from mpishard.comm.errors import OneRank, known_to_all, raised_on_all
 from mpishard.inverse.result import OptimizeResult
 from mpishard.inverse.trees import is_tree, tree_of

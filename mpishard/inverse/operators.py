@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpishard.backend import exact_gram
-from mpishard.backend.exact_gram import SparseRows
+from mpishard.backend import sparse_rows
+from mpishard.backend.sparse_rows import SparseRows
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.minimizers.space import Space
 
@@ -34,6 +34,7 @@ class OwnRows:
 
     def __init__(self, matrix: Any, what: str) -> None:
         self.sparse: SparseRows | None = None if is_operator(matrix) else SparseRows.of(matrix)
+        self.is_dense = isinstance(matrix, np.ndarray)
         self._matrix, self._what = matrix, what
         self._rows, self._columns = matrix.shape
 
@@ -61,17 +62,16 @@ class OwnRows:
         return np.ascontiguousarray(found.reshape(-1), np.float64)
 
 
-def summed(rows: SparseRows, factors: Array, world: Axis | OneRank, tops: Array | None = None) -> Array:
-    """The sum of rows times factors over all ranks, the same bits for any split.  Collective.
+def summed(rows: SparseRows, factors: Array, world: Axis | OneRank) -> Array:
+    """The sum of rows times factors over all ranks, the same bits for any split.  Collective."""
+    tops = world.all_reduce(rows.tops(factors), op="max", label="dots")
+    return _total(rows, factors, sparse_rows.units(tops), world)
 
-    `tops`: for each column a bound on the products of its elements with the factors, if all ranks know one.
-    """
-    if tops is None:
-        tops = rows.tops(factors)
-        world.all_reduce(tops, op="max", label="dots")
-    words = rows.words(factors, tops)
+
+def _total(rows: SparseRows, factors: Array, units: Array, world: Axis | OneRank) -> Array:
+    words = rows.words(factors, units)
     world.all_reduce(words.reshape(-1), label="dots")
-    return exact_gram.values(words, tops)
+    return sparse_rows.values(words, units)
 
 
 class RankSpace(Space):
@@ -112,24 +112,31 @@ class MatrixOnRanks:
         count = world.all_reduce(np.array([rows], np.int64), label="control")
         self.rows: Space = RankSpace(rows, int(count[0]), world)
         self.unknowns = unknowns
-        self._tops: Array | None = None  # the largest element of each column
-        if own.sparse is not None:
-            self._tops = sharers.all_reduce(own.sparse.tops(np.ones(rows)), op="max", label="dots")
-            wrong = np.flatnonzero(~np.isfinite(self._tops))
-            if len(wrong):
-                raise ValueError(f"column {wrong[0]} of A has an element that is NaN or infinite")
+        self._rows: SparseRows | None = own.sparse
+        if own.sparse is None:
+            return
+        tops = sharers.all_reduce(own.sparse.tops(np.ones(rows)), op="max", label="dots")
+        wrong = np.flatnonzero(~np.isfinite(tops))
+        if len(wrong):
+            raise ValueError(f"column {wrong[0]} of A has an element that is NaN or infinite")
+        # Powers of two that make all elements smaller than 2.
+        self._powers = np.ldexp(1.0, np.where(tops > 0, np.frexp(tops)[1] - 1, 0))
+        self._is_scaled = not own.is_dense
+        if self._is_scaled:
+            self._rows = own.sparse.divided(self._powers)
 
     def times(self, x: Array) -> Array:
-        if self._own.sparse is not None:
-            return self._own.times(x)
+        if self._rows is not None:
+            return self._rows.times(x * self._powers if self._is_scaled else x)
         with raised_on_all(self._world):
             found = self._own.times(x)
         return found
 
     def adjoint(self, u: Array, top: float) -> Array:
-        if self._tops is not None:
-            assert self._own.sparse is not None
-            return summed(self._own.sparse, u, self._sharers, self._tops * top)
+        if self._rows is not None:
+            if self._is_scaled:
+                return self._powers * _total(self._rows, u, sparse_rows.units(np.array([2 * top])), self._sharers)
+            return _total(self._rows, u, sparse_rows.units(2 * top * self._powers), self._sharers)
         with raised_on_all(self._world):
             rows, factors = self._own.adjoint_terms(u)
         return rows.data if self._sharers.size == 1 else summed(rows, factors, self._sharers)

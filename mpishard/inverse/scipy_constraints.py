@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import shown
-from mpishard.backend.exact_gram import SparseRows
+from mpishard.backend.sparse_rows import SparseRows
 from mpishard.inverse.residuals import ResidualFunctions, adjoint_product
 from mpishard.inverse.unknowns import Unknowns, has_names
 from mpishard.minimizers.elements import whole_bounds

@@ -13,7 +13,7 @@ from hypothesis import given
 from mpishard.backend import jit
 from mpishard.backend.compiled import HostFunction
 from mpishard.backend.exact import combine
-from mpishard.backend.exact_gram import ExactGram, SparseRows, exponents, gram, gram_words, solve, values
+from mpishard.backend.exact_gram import ExactGram, exponents, gram, gram_words, solve
 from mpishard.backend.exact_rows import Factor, sorted_words, words_with
 from mpishard.minimizers.history import Gram, prepare_all
 from mpishard.minimizers.space import LocalSpace
@@ -84,35 +84,6 @@ def test_a_singular_matrix_has_no_solution():
     matrix[:, 2] = 2 * matrix[:, 0]
     found = products(matrix)
     assert np.isnan(solve(found, (np.ones(3), np.zeros(3)))[0]).all()
-
-
-@given(st.integers(1, 200), st.integers(0, 200), st.integers(1, 6))
-def test_sums_of_columns_have_the_same_bits_for_any_cut_and_order(rows, cut, columns):
-    random, cut = np.random.default_rng(rows), min(cut, rows)
-    matrix = wild(rows, rows, columns) * (random.random((rows, columns)) < 0.6)
-    factors = wild(columns, rows, 1).reshape(-1)
-    whole = SparseRows.of(matrix)
-    tops = whole.tops(factors)
-    assert np.array_equal(tops, abs(matrix * factors[:, None]).max(axis=0))
-    expected = values(whole.words(factors, tops), tops)
-    order = random.permutation(rows)
-    parts = [(SparseRows.of(matrix[own]), factors[own]) for own in (order[:cut], order[cut:])]
-    assert np.array_equal(values(sum(part.words(own, tops) for part, own in parts), tops), expected)
-    exact = [sum(map(Fraction, column), Fraction()) for column in (matrix * factors[:, None]).T]
-    errors = [abs(Fraction(found) - sum_) for found, sum_ in zip(expected, exact, strict=True)]
-    assert all(
-        error <= abs(sum_) * 2.0**-53 + rows * Fraction(top) * 2**-64
-        for error, sum_, top in zip(errors, exact, tops, strict=True)
-    )
-    assert np.allclose(whole.times(np.arange(columns)), matrix @ np.arange(columns), rtol=1e-12)
-
-
-def test_sums_of_columns_with_numbers_that_are_not_finite():
-    matrix = np.array([[1.0, np.nan, np.inf, 1e300], [2.0, 1.0, 1.0, 1e300]])
-    rows, factors = SparseRows.of(matrix), np.array([1.0, 10.0])
-    tops = rows.tops(factors)
-    found = values(rows.words(factors, tops), tops)
-    assert tops[1] == tops[2] == np.inf and found[0] == 21 and np.isnan(found[1:3]).all()
 
 
 # Gram matrices that follow the free elements exactly.
