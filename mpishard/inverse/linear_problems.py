@@ -185,9 +185,10 @@ def lsqr(
     ``A'`` are summed without rounding on the way.  An operator adds up the rows of its rank itself, and then the bits
     depend on the split, unless the unknowns are split and the rows with them.
 
-    A rank keeps its rows of A, one vector of rows, and three of unknowns, four with `calc_var`.  Sparse rows are kept
-    with indices of 64 bits.  An iteration makes a product with A and one with ``A'``, and four all-reduces: one of 16
-    bytes a column, the others of a few numbers.
+    A rank keeps its rows of A, one vector of rows, and four of unknowns, five with `calc_var`.  Of sparse rows it has a
+    scaled copy of the elements, 8 bytes each, and of those of an array their columns, 4 bytes each.  An iteration makes
+    a product with A and one with ``A'``, and four all-reduces: one of 16 bytes a column, the others of a few numbers.
+    With checkpoints there is one more product at the start, by which a run that resumes finds rows in another order.
 
     References
     ----------
@@ -353,15 +354,11 @@ def _solved(
         files = IterationFiles(mesh, checkpoints, resume, call, name, vectors, record)
     method.begin(right, start)
     if files is not None:
+        if checkpoints is not None:
+            method.note_order()
         flat = files.load(method.restore)
         if flat is not None:
             _fill(method, unknowns, flat)
-            if not method.has_rows_in_order():
-                raise ValueError(
-                    f"the checkpoint in {checkpoints.folder} does not fit A: its rows had another order, or rmatvec "
-                    "is not the adjoint of matvec (mpishard.check_adjoint).  Give the rows in the order in which they "
-                    "were saved, rank after rank: runs of consecutive rows have one on any ranks; or resume=False"
-                )
         files.begin_record(method.progress.itn, {"damp": damp, **vars(limits)})
     istop = _run(method, limits, unknowns, world, watcher, files, show)
     var = None if method.variances is None else unknowns.like_x0(method.variances)

@@ -75,11 +75,11 @@ def _total(rows: SparseRows, factors: Array, units: Array, world: Axis | OneRank
 
 
 class RankSpace(Space):
-    """Vectors of which each rank of `world` has a part."""
+    """Vectors of which each rank of `world` has a part; `first` is the number of its first element, if it has one."""
 
-    def __init__(self, size: int, total: int, world: Axis | OneRank) -> None:
+    def __init__(self, size: int, total: int, world: Axis | OneRank, first: int | None = None) -> None:
         super().__init__(size, total, np.empty(0), [(0, size)])
-        self._world = world
+        self._world, self._first = world, first
 
     def add(self, numbers: np.ndarray) -> None:
         self._world.all_reduce(numbers.reshape(-1), label="dots")
@@ -94,7 +94,9 @@ class RankSpace(Space):
         raise NotImplementedError("no rank has a whole vector")
 
     def numbers(self) -> np.ndarray:
-        raise NotImplementedError("the rows of a rank have no numbers among those of all")
+        if self._first is None:
+            raise NotImplementedError("the elements of a rank have no numbers among those of all")
+        return self._first + np.arange(self.size)
 
 
 class MatrixOnRanks:
@@ -109,8 +111,8 @@ class MatrixOnRanks:
         self, own: OwnRows, rows: int, unknowns: Space, world: Axis | OneRank, sharers: Axis | OneRank
     ) -> None:
         self._own, self._world, self._sharers = own, world, sharers
-        count = world.all_reduce(np.array([rows], np.int64), label="control")
-        self.rows: Space = RankSpace(rows, int(count[0]), world)
+        counts = world.allgather_object(rows)
+        self.rows: Space = RankSpace(rows, sum(counts), world, sum(counts[: world.rank]))
         self.unknowns = unknowns
         self._rows: SparseRows | None = own.sparse
         if own.sparse is None:

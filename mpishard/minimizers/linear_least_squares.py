@@ -25,9 +25,7 @@ from mpishard.minimizers.space import Space
 Array = np.ndarray
 # The reasons for which a method has ended: SciPy's numbers.
 ZERO, RESIDUAL, GRADIENT, CONDITION, LIMIT = 0, 1, 2, 3, 7
-# How well saved vectors fit the matrix, also by products in float32: LSQR's alpha by the norm of the matrix, how large
-# it is where that is tested, and the gradients of CGLS.
-_ROUGHLY, _SMALL, _ALMOST = 1e-4, 1e-3, 1e-5
+_SAME_ROWS = 1e-5  # a product with rows in the order of a checkpoint differs by less, also one in float32
 _TO_ROUNDING = 3  # is added to the numbers of tests that hold to the last digit
 
 
@@ -98,8 +96,8 @@ def reason_to_stop(progress: LinearProgress, bnorm: float, tolerances: Tolerance
 class LinearMethod(ABC):
     """A method at work. Collective over the ranks of the matrix, but for the vectors of this rank.
 
-    Its vectors are attributes, `unknown_vectors` and one of the rows. With `numbers` they are all that it needs to
-    continue.
+    Its vectors are attributes, `unknown_vectors`, of which the last is the direction of the next step, and one of the
+    rows. With `numbers` they are all that it needs to continue.
     """
 
     row_vector: ClassVar[str]
@@ -111,6 +109,7 @@ class LinearMethod(ABC):
         self.bnorm = 0.0
         self.variances: Array | None = np.zeros(matrix.unknowns.size) if calc_var else None  # the diagonal of inv(A'A)
         self._start = (0.0, 0.0, 0.0)  # the norms of b, and at the start of the residual and the gradient
+        self._order = (0.0, 0.0)  # a sum over the rows that depends on their order, and how large it may be
 
     @abstractmethod
     def iterate(self) -> Array:
@@ -124,9 +123,11 @@ class LinearMethod(ABC):
     def step(self) -> None:
         """Make one iteration."""
 
-    @abstractmethod
-    def has_rows_in_order(self) -> bool:
-        """Whether saved vectors fit the matrix, as they do not with other rows: one product. Collective."""
+    def note_order(self) -> None:
+        """Take the number by which `restore` finds rows in another order: one product. Follows `begin`. Collective."""
+        rows, product = self.matrix.rows, self.matrix.times(getattr(self, self.unknown_vectors[-1]))
+        order, square = rows.measured_dots((product, rows.white_noise(0, "order")), (product, product))
+        self._order = order, math.sqrt(square)
 
     def vectors(self) -> dict[str, Array]:
         """The vectors by name, that of the rows last."""
@@ -136,12 +137,13 @@ class LinearMethod(ABC):
 
     def numbers(self) -> dict[str, Any]:
         """The state without the vectors, as plain numbers."""
-        return {"start": list(self._start), "progress": asdict(self.progress)}
+        return {"start": list(self._start), "order": self._order[0], "progress": asdict(self.progress)}
 
     def restore(self, numbers: Mapping[str, Any]) -> None:
         """Continue from `numbers`, after `begin`; the caller fills the vectors.
 
-        Raises ValueError, and changes nothing, if they are of another problem: one with other norms at the start.
+        Raises ValueError, and changes nothing, if they are of another problem: one with other norms at the start, or
+        with rows in another order.
         """
         saved, own = [float(each) for each in numbers["start"]], self._start
         if not all(abs(a - b) <= SAME_FUNCTION * max(abs(a), abs(b)) for a, b in zip(saved, own, strict=True)):
@@ -149,6 +151,12 @@ class LinearMethod(ABC):
                 "the checkpoint is of another problem: |b|, |b - A x0| and |A'(b - A x0)| were "
                 f"{', '.join(f'{each:.12g}' for each in saved)}, and by this one they are "
                 f"{', '.join(f'{each:.12g}' for each in own)}; give each problem its own folder, or resume=False"
+            )
+        order, size = self._order
+        if not abs(float(numbers["order"]) - order) <= _SAME_ROWS * size:
+            raise ValueError(
+                "the checkpoint does not fit A: its rows had another order.  Give them in the order in which they were "
+                "saved, rank after rank: runs of consecutive rows have one on any ranks; or resume=False"
             )
         self.progress = LinearProgress(**numbers["progress"])
 
@@ -298,16 +306,6 @@ class LSQR(LinearMethod):
             step_length=abs(phi) / rho,
         )
 
-    def has_rows_in_order(self) -> bool:
-        """Whether u'A v is alpha; where that is small, the test would be one of rounding."""
-        alpha, anorm = self._state.alpha, self.progress.anorm
-        if alpha <= _SMALL * anorm:
-            return True
-        rows, product = self.matrix.rows, self.matrix.times(self.v)
-        tops = rows.largest(product, self.u)
-        (found,) = rows.dots([(product, self.u)], [tops[0] * tops[1]])
-        return abs(found - alpha) <= _ROUGHLY * max(anorm, alpha)
-
     def numbers(self) -> dict[str, Any]:
         return super().numbers() | {"bidiagonal": asdict(self._state)}
 
@@ -392,17 +390,6 @@ class CGLS(LinearMethod):
             xnorm=math.sqrt(state.step_square),
             step_length=length,
         )
-
-    def has_rows_in_order(self) -> bool:
-        """Whether the residual has the gradient."""
-        rows, found, damp = self.matrix.rows, self.moved.copy(), self.damp
-        (top,) = rows.largest(self.r)
-        formulas.turn(found, self.matrix.adjoint(self.r, top), damp * damp)
-        found -= self.gradient
-        space, now = self.matrix.unknowns, self.progress
-        most = _ALMOST * max(now.anorm * now.r1norm, now.arnorm)
-        (top,) = space.largest(found)
-        return top * math.sqrt(space.total) <= most or _norm(space, found, "A'(b - A x)")[0] <= most
 
     def numbers(self) -> dict[str, Any]:
         more = {"d_square": self._d_square, "growth": self._growth}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
 import mpishard
 from mpishard import Partition
+from mpishard.comm.errors import OneRank
 from mpishard.inverse.operators import MatrixOnRanks, OwnRows, RankSpace
 from mpishard.minimizers.space import LocalSpace
 from mpishard.record import Run
@@ -138,6 +140,27 @@ def test_the_adjoint_of_rows_on_ranks(comm, kind):
         assert left == right == (whole @ (np.arange(COLUMNS) % 5 - 2.0)) @ u != 0
 
 
+@pytest.mark.parametrize("form", ["array", "sparse"])
+def test_the_adjoint_has_the_bits_of_one_process(mesh, form):
+    """Whichever rank has which rows; columns have very different sizes, one is of zeros, and some rows are, too."""
+    random = np.random.default_rng(8)
+    whole = MATRIX * 2.0 ** random.integers(-300, 300, COLUMNS)
+    whole[:9], whole[:, 5], u = 0, 0, random.standard_normal(ROWS) * 10.0 ** random.integers(-9, 10, ROWS)
+    whole[:, 6] *= 5e-324 / abs(whole[:, 6]).max()  # one element is left
+
+    def adjoint(own, world):
+        rows = whole[own] if form == "array" else pytest.importorskip("scipy.sparse").csr_array(whole[own])
+        space = LocalSpace(COLUMNS, np.empty(0))
+        return MatrixOnRanks(OwnRows(rows, "A"), len(u[own]), space, world, world).adjoint(u[own], abs(u).max())
+
+    alone = adjoint(slice(None), OneRank())
+    dealt = random.permutation(ROWS)[own_rows(mesh)]
+    assert np.array_equal(adjoint(dealt, mesh.world), alone)
+    exact = np.array([sum(map(Fraction, column)) for column in (whole * u[:, None]).T], float)
+    tops = abs(whole).max(axis=0) * abs(u).max()
+    assert (abs(alone - exact) <= 2.0**-53 * abs(exact) + ROWS * (2.0**-61 * tops + 2.0**-1022)).all()
+
+
 class Dying:
     """An operator whose last rank fails at a product."""
 
@@ -162,7 +185,7 @@ def test_it_is_saved_and_continues_on_any_ranks(comm, mesh, folder, same_on_all,
     with mpishard.Checkpoints(folder / "c", mesh, every=3) as checkpoints:
         files = {"checkpoints": checkpoints, "resume": True, **given}
         with pytest.raises(RuntimeError, match="a node is gone"):
-            solver(Dying(mesh, own, 7), B[own], mesh=mesh, **files)
+            solver(Dying(mesh, own, 8), B[own], mesh=mesh, **files)
         with mpishard.RunRecord(folder / "r", mesh) as record:
             calls = Dying(mesh, own, 0)
             result = solver(calls, B[own], mesh=mesh, record=record, **files)
