@@ -115,30 +115,31 @@ class MatrixOnRanks:
         self.rows: Space = RankSpace(rows, sum(counts), world, sum(counts[: world.rank]))
         self.unknowns = unknowns
         self._rows: SparseRows | None = own.sparse
-        if own.sparse is None:
-            return
-        tops = sharers.all_reduce(own.sparse.tops(np.ones(rows)), op="max", label="dots")
-        wrong = np.flatnonzero(~np.isfinite(tops))
-        if len(wrong):
-            raise ValueError(f"column {wrong[0]} of A has an element that is NaN or infinite")
-        # Powers of two that make all elements smaller than 2.
-        self._powers = np.ldexp(1.0, np.where(tops > 0, np.frexp(tops)[1] - 1, 0))
-        self._is_scaled = not own.is_dense
-        if self._is_scaled:
-            self._rows = own.sparse.divided(self._powers)
+        self._sizes = self._factors = np.ones(1)
+        if own.sparse is not None:
+            tops = sharers.all_reduce(own.sparse.tops(np.ones(rows)), op="max", label="dots")
+            wrong = np.flatnonzero(~np.isfinite(tops))
+            if len(wrong):
+                raise ValueError(f"column {wrong[0]} of A has an element that is NaN or infinite")
+            # Elements are below twice the power of their column.  By random access to the powers, sparse rows would
+            # take longer than as a copy that is divided by them, with the same bits.
+            powers = np.ldexp(1.0, np.where(tops > 0, np.frexp(tops)[1] - 1, 0))
+            if own.is_dense:
+                self._sizes = powers
+            else:
+                self._rows, self._factors = own.sparse.divided(powers), powers
 
     def times(self, x: Array) -> Array:
         if self._rows is not None:
-            return self._rows.times(x * self._powers if self._is_scaled else x)
+            return self._rows.times(x * self._factors)
         with raised_on_all(self._world):
             found = self._own.times(x)
         return found
 
     def adjoint(self, u: Array, top: float) -> Array:
         if self._rows is not None:
-            if self._is_scaled:
-                return self._powers * _total(self._rows, u, sparse_rows.units(np.array([2 * top])), self._sharers)
-            return _total(self._rows, u, sparse_rows.units(2 * top * self._powers), self._sharers)
+            units = sparse_rows.units(2 * top * self._sizes)
+            return self._factors * _total(self._rows, u, units, self._sharers)
         with raised_on_all(self._world):
             rows, factors = self._own.adjoint_terms(u)
         return rows.data if self._sharers.size == 1 else summed(rows, factors, self._sharers)
