@@ -103,7 +103,7 @@ def by_slepc(folder: Path, wanted: int) -> None:
     factorised = solver.getST().getKSP()
     factorised.setType("preonly")
     factorised.getPC().setType("cholesky")
-    factorised.getPC().setFactorOrdering("nd")
+    factorised.getPC().setFactorSolverType("mumps")
     solver.setFromOptions()
 
     def solve() -> Array:

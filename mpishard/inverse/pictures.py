@@ -49,12 +49,13 @@ def draw_l_curve(
     panel.set(xlabel="misfit", ylabel="term", xscale="log", yscale="log")
     panel.set_title(title, fontsize=9)
     panel.tick_params("x", which="minor", labelrotation=30)  # which have labels on a short axis, long ones
+    panel.margins(0.1)
     panel.grid(alpha=0.3)
     figure.draw_without_rendering()  # lays out the panel, and so the places of the points
     taken: list[Any] = []
     for each in dict.fromkeys([*([] if corner is None else [corner]), order[0], order[-1], *order]):
         place = misfits[each], terms[each]
-        label = panel.annotate(f"{weights[each]:.3g}", place, xytext=(6, 4), textcoords="offset points", fontsize=8)
+        label = panel.annotate(f"{weights[each]:.4g}", place, xytext=(6, 4), textcoords="offset points", fontsize=8)
         box = label.get_window_extent()
         if any(map(box.overlaps, taken)):
             label.remove()
