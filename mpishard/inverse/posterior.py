@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from mpishard import arguments
-from mpishard.arguments import integer
 from mpishard.backend import array as arrays
 from mpishard.backend import exact
 from mpishard.comm.errors import raised_on_all
@@ -163,7 +162,7 @@ class LaplacePosterior:
             If the prior has no factor, or an argument is invalid or differs between ranks.
         """
         with opening(self._mesh, "LaplacePosterior.samples") as same:
-            n, seed = integer("n", n, least=0), integer("seed", seed, least=0)
+            n, seed = arguments.integer("n", n, least=0), arguments.integer("seed", seed, least=0)
             factor = self._operator("factor")
             same |= {"n": n, "seed": seed}
         shrinks = 1 / np.sqrt(1 + self.eigenvalues) - 1

@@ -85,11 +85,15 @@ def test_a_job_that_is_shot_goes_on_with_the_same_bits(mpirun, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(helpers=str(HELPERS)))
     # In the second pass, in an iteration, and in a minimisation that is not the first.
-    deadly = {"laplace": 12, "lsqr": 8, "augmented_lagrangian": 20}
+    deadly = {"laplace": 12, "lsqr": 8, "augmented_lagrangian": 26}
     with ThreadPoolExecutor(len(deadly)) as pool:
         shot = pool.map(lambda case: mpirun(2, script, tmp_path, *case), deadly.items())
     for name, ended in zip(deadly, shot, strict=True):
         assert ended.code != 0 and (tmp_path / name / "latest").exists(), ended.all
     resumed = mpirun(3, script, tmp_path)
-    # By how many calls fewer each rank made: those before the last save, less what a resume tries.
-    assert sorted(resumed.output.splitlines()) == [], resumed.all
+    # By how many calls fewer they made: those before the last save, less the one by which a resume is checked.
+    assert resumed.output.splitlines() == [
+        "laplace (True, 9)",
+        "lsqr (True, 5)",
+        "augmented_lagrangian (True, 23)",
+    ], resumed.all
