@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpishard.arguments import entries, flag, integer, number, returned, shown
+from mpishard.arguments import entries, flag, integer, number, path, returned, shown
 from mpishard.backend import array as arrays
 from mpishard.backend.random import uniform_in_box
 from mpishard.comm.axis import Axis, rank_in_job
@@ -340,6 +340,8 @@ def check_gradient(
     """
     with opening(mesh, "check_gradient") as same:
         flag("disp", disp)
+        if plot is not None:
+            path("plot", plot)
         part = _part(function, x, jac, hessp, mesh, reduction, samples)
         row = _steps(steps, part.point.dtype)
         same |= {"x": f"{part.point.description} ({part.point.fingerprint:x})", "reduction": reduction}

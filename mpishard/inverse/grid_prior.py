@@ -18,7 +18,7 @@ from mpishard.backend.grid_sweeps import chebyshev_sweep
 from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import OneRank, raised_on_all
-from mpishard.comm.mesh import Mesh
+from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.inverse.priors import Prior
 from mpishard.inverse.stencils import Halo, forward, forward_adjoint, sum_of_cells
 from mpishard.inverse.trees import is_tree
@@ -150,7 +150,7 @@ class BiLaplacianPrior(Prior):
             On all ranks that share the field: if there are several fields, or if the field, the mean or the standard
             deviation has another shape than the prior.
         """
-        ranks = mesh.world if mesh is not None else x.ranks if isinstance(x, Partition) else None
+        ranks = checked_mesh(mesh).world if mesh is not None else x.ranks if isinstance(x, Partition) else None
         with opening(ranks, "BiLaplacianPrior.on") as same:
             same |= {name: getattr(self, name) for name in ("shape", "correlation_length", "spacing")}
             if is_tree(x) or (has_names(x) and len(x) != 1):
@@ -165,6 +165,8 @@ class BiLaplacianPrior(Prior):
                 raise ValueError("x has ids, and the prior needs the boxes of a grid: make it with shape= and box=")
             if has_names(x) and spec.is_split and mesh is None:
                 raise ValueError(f"{spec.name!r} is cut over tensor ranks: give their mesh=")
+            if x.ranks.size == 1 if isinstance(x, Partition) else not spec.is_split:
+                same |= {name: getattr(self, name) for name in ("standard_deviation", "mean")}
         partition = x if isinstance(x, Partition) else None
         if has_names(x) and spec.is_split:
             assert mesh is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -10,16 +11,18 @@ import numpy as np
 
 from mpishard.arguments import shown
 from mpishard.backend import array as arrays
+from mpishard.backend.random import normal_at
 from mpishard.comm.errors import raised_on_all
 from mpishard.inverse.functions import Callback, Functions, opening, world_of
 from mpishard.inverse.loop import files_given, run_loop
 from mpishard.inverse.minimization import elastic_options
 from mpishard.inverse.posterior import LaplacePosterior, Ranks
-from mpishard.inverse.priors import Prior
+from mpishard.inverse.priors import Prior, numbers_of
 from mpishard.inverse.result import LoopOptions
 from mpishard.inverse.reverse_communication import ReverseCommunication
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.minimizers.double_pass import DoublePass
+from mpishard.minimizers.elements import applied
 from mpishard.minimizers.method import RieszMap
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from mpishard.record import RunRecord
 
 Array = Any
+_APART = 1e-3  # of the norms of one vector on two ranks, relatively, whose solvers and processors may differ
 
 
 def laplace(
@@ -102,7 +106,8 @@ def laplace(
     ------
     ValueError, TypeError
         If an argument is invalid, or `hessp` returns something else; if the sum of H and R is not positive definite, so
-        that there is no minimum; on a mesh on all ranks.
+        that there is no minimum; if R is not symmetric, or not the inverse of the prior's solve and of L L', as far as
+        random vectors show it; or if ranks that have the same unknowns have another prior; on a mesh on all ranks.
     KeyboardInterrupt
         After Ctrl-C on a mesh, on all ranks, when the product under way is saved.
     Exception
@@ -135,9 +140,13 @@ def laplace(
         unknowns = Unknowns(x)
         workers = elastic_options(elastic, samples, reduction, mesh, unknowns)
         options = DoublePass(rank=rank, oversampling=oversampling, seed=seed)
-        same |= {"reduction": reduction, "samples": samples, "elastic": elastic, "prior": type(prior)}
+        same |= {"reduction": reduction, "samples": samples, "elastic": elastic}
+        same |= {"prior": type(prior), "prior.factor": prior.has_factor}
         same |= {"rank": options.rank, "oversampling": options.oversampling, "seed": options.seed}
         same |= files_given(mesh, checkpoints, resume, record)
+        same["x0"] = f"{unknowns.total} elements, {'cut' if unknowns.is_split else 'whole'}"
+        if not unknowns.is_split:
+            same |= numbers_of(prior)
     with raised_on_all(world_of(mesh)):
         prior = prior.on(x, mesh)
         mean = prior.mean  # checked before the products, which may take hours
@@ -146,12 +155,14 @@ def laplace(
             if not np.isfinite(arrays.to_host(mean)).all():
                 raise ValueError("prior.mean has elements that are NaN or infinite: give finite numbers")
     functions = Functions(hessp, True, hessp, args)  # no value is asked for
-    of_prior = {name: getattr(prior, name) for name in ("precision", "covariance", "factor")}
-    operators = {name: unknowns.operator_of_this_rank(f"prior.{name}", each) for name, each in of_prior.items()}
+    names = ("precision", "covariance", "factor") if prior.has_factor else ("precision", "covariance")
+    operators = {name: unknowns.operator_of_this_rank(f"prior.{name}", getattr(prior, name)) for name in names}
+    if mesh is not None:
+        _check_operators(operators, unknowns, mesh)
     kept = min(options.rank, unknowns.total)
     method = DoublePass(
         inner_product=RieszMap(operators["precision"], operators["covariance"]),
-        factor=operators["factor"] if prior.has_factor else None,
+        factor=operators.get("factor"),
         rank=kept,
         oversampling=min(options.oversampling, unknowns.total - kept),
         seed=options.seed,
@@ -181,3 +192,24 @@ def laplace(
     if ended.reason != "rank":
         raise ValueError(f"laplace {ended.result.message}")
     return LaplacePosterior(ended.result.x, prior, unknowns, ranks, mesh)
+
+
+def _check_operators(operators: Mapping[str, Callable[[Array], Array]], unknowns: Unknowns, mesh: Mesh) -> None:
+    """Raise ValueError on all ranks if ranks that have the same elements make other vectors of one.  Collective."""
+    if mesh.data.size == 1:
+        return
+    noise = normal_at(0, "prior", np.arange(unknowns.size)).astype(unknowns.flat.dtype)
+    norms: dict[str, float] = {}
+    with raised_on_all(mesh.world):
+        for name, operator in operators.items():
+            found = applied(f"prior.{name}", operator, arrays.on_device_of(noise, unknowns.flat))
+            norms[name] = float(np.linalg.norm(arrays.to_host(found).astype(np.float64)))
+    by_rank = list(zip(mesh.data.members, mesh.data.allgather_object(norms), strict=True))
+    with raised_on_all(mesh.world):
+        first, expected = by_rank[0]
+        for (rank, others), name in itertools.product(by_rank, norms):
+            if abs(others[name] - expected[name]) > _APART * expected[name]:
+                raise ValueError(
+                    f"all ranks must have the same prior, but of one vector v the norm of prior.{name}(v) is "
+                    f"{expected[name]:.6g} on rank {first} and {others[name]:.6g} on rank {rank}"
+                )

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import entries, number
+from mpishard.arguments import entries, number, path
 from mpishard.inverse.pictures import draw_l_curve
 
 _FEWEST = 3  # points that make an angle
@@ -129,7 +129,7 @@ def l_curve(weights: Any, misfits: Any, terms: Any, *, plot: str | PathLike[str]
     corner = None if place is None else order[::-1][place]
     found = LCurve(tuple(given), tuple(heights["misfits"]), tuple(heights["terms"]), corner, angle)
     if plot is not None:
-        draw_l_curve(found.weights, found.misfits, found.terms, corner, str(found), plot)
+        draw_l_curve(found.weights, found.misfits, found.terms, corner, str(found), path("plot", plot))
     return found
 
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
+from typing import Any
 
 import numpy as np
 
 from mpishard.inverse.taylor import TaylorTest
 from mpishard.lazy import of_extra
 
-_NAMED = 12  # points of an L-curve up to which all have their weights beside them
-
 
 def draw_remainders(tests: Sequence[TaylorTest], path: str | PathLike[str]) -> None:
     """Draw one panel for each Taylor test; full marks are in the fit of its order, a line has the expected one."""
-    figure = of_extra("matplotlib.figure", "cli", "the picture of a gradient check").Figure(
-        figsize=(4.6 * len(tests), 4), layout="constrained"
-    )
+    figure = _figure("a gradient check", 4.6 * len(tests), 4)
     for panel, test in zip(figure.subplots(1, len(tests), squeeze=False)[0], tests, strict=True):
         steps, left, used = np.array(test.steps), np.array(test.remainders), np.array(test.used)
         colour = "#0072b2" if test.passed else "#d55e00"
@@ -42,30 +39,34 @@ def draw_l_curve(
     title: str,
     path: str | PathLike[str],
 ) -> None:
-    """Draw the points of an L-curve with their weights; a star is at the corner."""
-    figure = of_extra("matplotlib.figure", "cli", "the picture of an L-curve").Figure(
-        figsize=(5.4, 4.4), layout="constrained"
-    )
+    """Draw the points of an L-curve, with their weights as far as there is room; a star is at the corner."""
+    figure = _figure("an L-curve", 5.4, 4.4)
     panel = figure.add_subplot()
     order = sorted(range(len(weights)), key=weights.__getitem__)
     panel.plot([misfits[each] for each in order], [terms[each] for each in order], color="#0072b2", lw=1, marker="o")
     if corner is not None:
         panel.plot(misfits[corner], terms[corner], "*", color="#d55e00", ms=14, mec="white")
-    named = order if len(order) <= _NAMED else sorted({order[0], order[-1], order[0] if corner is None else corner})
-    for each in named:
-        text = f"{weights[each]:g}"
-        panel.annotate(text, (misfits[each], terms[each]), xytext=(6, 4), textcoords="offset points", fontsize=8)
     panel.set(xlabel="misfit", ylabel="term", xscale="log", yscale="log")
     panel.set_title(title, fontsize=9)
+    panel.tick_params("x", which="minor", labelrotation=30)  # which have labels on a short axis, long ones
+    panel.margins(0.1)
     panel.grid(alpha=0.3)
+    figure.draw_without_rendering()  # lays out the panel, and so the places of the points
+    taken: list[Any] = []
+    for each in dict.fromkeys([*([] if corner is None else [corner]), order[0], order[-1], *order]):
+        place = misfits[each], terms[each]
+        label = panel.annotate(f"{weights[each]:.4g}", place, xytext=(6, 4), textcoords="offset points", fontsize=8)
+        box = label.get_window_extent()
+        if any(map(box.overlaps, taken)):
+            label.remove()
+        else:
+            taken.append(box)
     figure.savefig(path, dpi=100)
 
 
 def draw_spectrum(kept: np.ndarray, left_out: np.ndarray, title: str, path: str | PathLike[str]) -> None:
     """Draw eigenvalues by their number, on a logarithmic axis by size, and those left out behind them; 1 has a line."""
-    figure = of_extra("matplotlib.figure", "cli", "the picture of a spectrum").Figure(
-        figsize=(5.4, 4), layout="constrained"
-    )
+    figure = _figure("a spectrum", 5.4, 4)
     panel = figure.add_subplot()
     numbers = np.arange(1, len(kept) + len(left_out) + 1)
     both = np.concatenate([kept, left_out])
@@ -83,3 +84,9 @@ def draw_spectrum(kept: np.ndarray, left_out: np.ndarray, title: str, path: str 
     panel.grid(alpha=0.3)
     panel.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=100)
+
+
+def _figure(what: str, width: float, height: float) -> Any:
+    """An empty figure of this size in inches."""
+    made = of_extra("matplotlib.figure", "cli", f"the picture of {what}").Figure
+    return made(figsize=(width, height), layout="constrained")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mpishard.arguments import integer
+from mpishard import arguments
 from mpishard.backend import array as arrays
 from mpishard.backend import exact
 from mpishard.comm.errors import raised_on_all
@@ -149,7 +149,7 @@ class LaplacePosterior:
         n : int
             How many.
         seed : int
-            Of the random numbers.
+            Of the random numbers, at least 0.
 
         Returns
         -------
@@ -162,7 +162,7 @@ class LaplacePosterior:
             If the prior has no factor, or an argument is invalid or differs between ranks.
         """
         with opening(self._mesh, "LaplacePosterior.samples") as same:
-            n, seed = integer("n", n, least=0), integer("seed", seed)
+            n, seed = arguments.integer("n", n, least=0), arguments.integer("seed", seed, least=0)
             factor = self._operator("factor")
             same |= {"n": n, "seed": seed}
         shrinks = 1 / np.sqrt(1 + self.eigenvalues) - 1
@@ -204,10 +204,12 @@ class LaplacePosterior:
 
         Raises
         ------
+        TypeError
+            If `path` is no path.
         ModuleNotFoundError
             If matplotlib is not installed (``mpishard[cli]``).
         """
-        draw_spectrum(self.eigenvalues, self.left_out, repr(self).splitlines()[0], path)
+        draw_spectrum(self.eigenvalues, self.left_out, repr(self).splitlines()[0], arguments.path("path", path))
 
     def __repr__(self) -> str:
         count, left = len(self.eigenvalues), self.left_out

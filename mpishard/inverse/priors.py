@@ -251,3 +251,9 @@ class OperatorPrior(Prior):
     @property
     def log_determinant(self) -> float | None:
         return self._log_determinant
+
+
+def numbers_of(prior: Prior) -> dict[str, Any]:
+    """The numbers that a prior was given for elements, by what messages call them."""
+    variance = prior._variance if isinstance(prior, DiagonalPrior | OperatorPrior) else None
+    return {"prior.mean": prior.mean, "prior.variance": variance}

@@ -20,6 +20,7 @@ Array = Any
 _EXHAUSTED = 2.0**5  # in units of rounding: what is left of an image, beside the largest one, when there are no more
 _NEGLIGIBLE = 1e-11  # the norm of what is left of an image of prior noise, whose eigenvalues are about as large
 _NEGATIVE = 1e-4  # the cosine of a vector and its product with the precision, below 0, which is not from errors
+_APART = 1e-2  # the relative difference of two numbers that are equal where the operators of a prior belong together
 _SAME = 1e-6  # the relative difference by which a point and a prior may differ from those of a checkpoint
 _OPTIONS = ("rank", "oversampling", "seed")
 _BLOCK = 1 << 12  # elements of the basis that are turned at once
@@ -139,17 +140,46 @@ class DoublePassMinimizer(Minimizer):
         self.eigenvalues, self._tops, self._columns = [], [], []
         self.vectors[...] = 0
         self.note_written()
-        self._course = _Course(identity=self._identity())
+        self._course = _Course(identity=self._check_prior())
         self._draw()
         return 0
 
-    def _identity(self) -> tuple[float, float]:
-        noise = self.space.white_noise(0, "identity")
-        weighted, product = self.point * (1 + abs(noise)), self._apply(noise)
-        found = self.space.measured_dots((self.point, weighted), (noise, product))
-        if not found[1] > 0:
-            raise ValueError(f"the prior's precision R must be positive definite, but v'R v = {found[1]:g} for some v")
-        return found[0], found[1]
+    def _check_prior(self) -> tuple[float, float]:
+        """Try the operators of the prior on white noise, and return the sums over the point and the prior.
+
+        Raises ValueError unless R is symmetric, positive definite, and the inverse of the solve and of L L'.
+        """
+        noise, other = (self.space.white_noise(0, name) for name in ("identity", "symmetry"))
+        weighted = self.point * (1 + abs(noise))
+        product, crossed = self._apply(noise).copy(), self._apply(other)
+        point, energy, one, two, square, solved = self.space.measured_dots(
+            (self.point, weighted),
+            (noise, product),
+            (other, product),
+            (noise, crossed),
+            (product, product),
+            (product, self._solve(product)),
+        )
+        if not energy > 0:
+            raise ValueError(f"the prior's precision R must be positive definite, but v'R v = {energy:g} for some v")
+        if not abs(one - two) <= _APART * math.sqrt(square):  # that is about how large they are
+            raise ValueError(
+                f"the prior's precision R must be symmetric, but u'R v = {one:.6g} and v'R u = {two:.6g} for some u, v"
+            )
+        if not abs(solved - energy) <= _APART * energy:
+            raise ValueError(
+                f"the prior's solve must be the inverse of its precision R, but with w = R v, w'solve(w) = "
+                f"{solved:.6g} and v'R v = {energy:.6g} for some v: give functions of the same operator"
+            )
+        if self.limits.factor is not None:
+            draw = self.limits.factor(other).copy()
+            found, expected = self.space.measured_dots((draw, self._apply(draw)), (other, other))
+            if not abs(found - expected) <= _APART * expected:
+                raise ValueError(
+                    f"the prior's factor L must have L L' = the inverse of its precision R, but with u = L v, "
+                    f"u'R u = {found:.6g} and v'v = {expected:.6g} for some v: give L, not its transpose or inverse"
+                )
+        return point, energy
 
     def _draw(self) -> None:
         """Put the next random direction into its row."""

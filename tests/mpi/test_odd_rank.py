@@ -122,6 +122,13 @@ def laplace(at, result=(1.0, 1.0, 1.0, 1.0), prior=None, rank=2, **other):
     return mpishard.laplace(np.array(result), lambda x, v: v, prior, rank=rank, mesh=at.mesh, **other)
 
 
+def laplace_of_operators(at, precision=1.0, solve=1.0, factor=1.0):
+    def times(number):
+        return None if number is None else lambda v: number * v
+
+    laplace(at, prior=mpishard.OperatorPrior(times(precision), times(solve), times(factor)))
+
+
 def minimize(at, **other):
     return mpishard.minimize(sphere, np.ones(4), mesh=at.mesh, **other)
 
@@ -291,6 +298,7 @@ TABLE = [
         ({"x": np.zeros(11)}, "11.*3, 4"),
         ({"x": {"a": np.zeros(12)}}, "one field"),
         {"mean": np.zeros(3)},
+        {"standard_deviation": 2.0},
     ),
     *odd(
         "mpishard.least_squares",
@@ -343,12 +351,22 @@ TABLE = [
         {"seed": 1},
         {"prior": mpishard.OperatorPrior(np.positive, np.positive)},
         {"prior": 3},
+        ({"prior": mpishard.DiagonalPrior(np.array([1.0, 1.0, 1.0, 2.0]))}, "prior.variance is 1 on rank 0"),
+        ({"prior": mpishard.DiagonalPrior(1.0, mean=2.0)}, "prior.mean is None on rank 0.*2 on rank"),
         ({"result": np.ones(5)}, "x0 is"),
         {"reduction": "sum"},
         {"elastic": True},
         {"resume": True},
         {"checkpoints": CHECKPOINTS},
         {"record": RECORD},
+    ),
+    *odd(
+        "mpishard.laplace",
+        laplace_of_operators,
+        ({"precision": 1.01}, r"prior.precision\(v\) is \S+ on rank 0 and \S+ on rank"),
+        ({"solve": 1.01}, "prior.covariance"),
+        ({"factor": 1.01}, "prior.factor"),
+        ({"factor": None}, "prior.factor is True on rank 0"),
     ),
     *odd(
         "mpishard.inverse.LaplacePosterior.samples",

@@ -161,3 +161,8 @@ def test_wrong_arguments(change, words):
 def test_a_standard_deviation_of_no_numbers(given):
     with pytest.raises(TypeError, match="standard_deviation=.*must be"):
         BiLaplacianPrior((4, 5), correlation_length=2.0, standard_deviation=given).on(np.zeros(20))
+
+
+def test_what_is_no_mesh():
+    with pytest.raises(TypeError, match="mesh=4.*Mesh"):
+        BiLaplacianPrior((4, 5), correlation_length=2.0).on(np.zeros(20), 4)

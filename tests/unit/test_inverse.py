@@ -183,6 +183,8 @@ def test_the_picture(tmp_path: Path) -> None:
     path = tmp_path / "gradient.png"
     mpishard.check_gradient(waves, np.ones(30), hessp=waves_hessian, plot=path, disp=False)
     mpishard.check_gradient(lambda x: (x.sum(), np.ones(3)), np.ones(3), plot=path, disp=False)
+    with pytest.raises(TypeError, match="plot=3"):
+        mpishard.check_gradient(waves, np.ones(30), plot=3, disp=False)
     assert path.read_bytes()[:4] == b"\x89PNG"
 
 
@@ -626,11 +628,15 @@ def test_what_is_no_list_of_numbers_is_refused(wrong: Any) -> None:
         mpishard.l_curve([1, 2, 3], [1, 2, 3], wrong)
 
 
+def test_a_picture_without_a_path_is_refused() -> None:
+    with pytest.raises(TypeError, match="plot=3"):
+        mpishard.l_curve([1, 2, 3], [1, 2, 3], [3, 2, 1], plot=3)
+
+
 def test_the_picture_of_a_curve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     figures: list[Any] = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **_: figures.append(figure))
-    backwards = WEIGHTS[::-1]
-    for weights in (backwards[::2], backwards):
+    for weights in (WEIGHTS[::-2], np.logspace(3, -3, 61)):
         mpishard.l_curve(weights, *hyperbola(weights), plot=tmp_path / "curve.pdf")
     mpishard.l_curve([1, 2, 3], [1, 10, 100], [100, 10, 1], plot=tmp_path / "line.pdf")
     (few,), (many,), (line,) = (figure.axes for figure in figures)
@@ -639,8 +645,11 @@ def test_the_picture_of_a_curve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         assert star.get_marker() == "*" and star.get_xydata().tolist() == [[2, 2]]
         assert np.all(np.diff(curve.get_xdata()) > 0) and np.all(np.diff(curve.get_ydata()) < 0)
         assert panel.get_xscale() == panel.get_yscale() == "log" and "weight 1:" in panel.get_title()
-    assert [len(panel.texts) for panel in (few, many)] == [7, 3]
-    assert {text.get_text() for text in many.texts} == {"0.001", "1", "1000"}
+    for panel in (few, many):
+        labels = [text.get_window_extent() for text in panel.texts]
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(labels, 2))
+        assert {"0.001", "1", "1000"} <= {text.get_text() for text in panel.texts}
+    assert len(few.texts) == 7 < len(many.texts) < 61
     assert len(line.lines) == 1 and "no corner" in line.get_title() and len(line.texts) == 3
 
 

@@ -24,6 +24,7 @@ PRECISION = np.linalg.inv(COVARIANCE)
 MEAN = np.linspace(-1, 1, SIZE)
 FLIPPED = np.where(np.arange(SIZE) == 3, -1.0, 1.0)
 POINT = RANDOM.standard_normal(SIZE)
+LOPSIDED = np.triu(PRECISION) + 0.9 * np.tril(PRECISION, -1)
 
 
 def dense_prior(**more):
@@ -122,6 +123,8 @@ def test_samples():
     assert abs((np.cov(draws.T) - covariance) / np.outer(deviations, deviations)).max() < 5 * np.sqrt(2 / 1000)
     assert np.array_equal(found.samples(2, seed=3), draws[:2])
     assert not np.array_equal(found.samples(1), draws[:1]) and found.samples(0) == []
+    with pytest.raises(ValueError, match="seed=-1"):
+        found.samples(1, seed=-1)
 
 
 TREE = {"a": POINT[:10].reshape(2, 5), "b": [POINT[10:20], POINT[20:].view(complex)]}
@@ -200,9 +203,20 @@ def test_data_that_say_nothing():
         (linear, {"prior": DiagonalPrior(1.0, mean=np.nan)}, "prior.mean .*NaN"),
         (
             linear,
-            {"prior": OperatorPrior(np.positive, np.positive, lambda v: v * np.nan)},
-            "failed at product 1.*factor",
+            {"prior": OperatorPrior(LOPSIDED.__matmul__, np.linalg.inv(LOPSIDED).__matmul__)},
+            r"R must be symmetric, but u'R v = (\S+) and v'R u = (?!\1)",
         ),
+        (
+            linear,  # for ones it is right
+            {"prior": OperatorPrior(np.positive, lambda v: 1.5 * v - 0.5 * v.mean())},
+            r"solve must be the inverse.*w'solve\(w\) = (\S+) and v'R v = (?!\1)",
+        ),
+        (
+            linear,
+            {"prior": OperatorPrior(PRECISION.__matmul__, COVARIANCE.__matmul__, ROOT.T.__matmul__)},
+            r"factor L must have.*u'R u = (\S+) and v'v = (?!\1)",
+        ),
+        (linear, {"prior": OperatorPrior(np.positive, np.positive, lambda v: v * np.nan)}, "factor L .*u'R u = nan"),
         (linear, {"prior": OperatorPrior(lambda v: v[1:], COVARIANCE.__matmul__)}, "prior.precision has 39"),
     ],
 )
@@ -220,6 +234,7 @@ def test_bad_arguments(hessp, more, words):
         (lambda: DiagonalPrior(None), "variance=None"),
         (lambda: OperatorPrior(3, COVARIANCE.__matmul__), "precision=3"),
         (lambda: laplace(POINT, linear, DiagonalPrior(1.0), seed=0.5), "seed=0.5"),
+        (lambda: laplace(POINT, linear, DiagonalPrior(1.0), rank=1).plot(None), "path=None"),
     ],
 )
 def test_arguments_of_a_wrong_kind(call, words):
