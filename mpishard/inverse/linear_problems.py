@@ -14,7 +14,7 @@ from mpishard.arguments import flag, integer, number, shown
 from mpishard.comm.errors import OneRank
 from mpishard.inverse.functions import Callback, Watch, on_any, opening, world_of
 from mpishard.inverse.loop import files_given
-from mpishard.inverse.operators import MatrixOnRanks, OwnRows, RankSpace, is_operator
+from mpishard.inverse.operators import MatrixOnRanks, OwnRows, RankSpace, check_shape, is_operator
 from mpishard.inverse.result import OptimizeResult, count_of
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.launch.signals import Interrupts
@@ -417,7 +417,7 @@ def _matrix(A: Any, rows: int, unknowns: Unknowns | None) -> Any:
                 "A must be an array, a sparse matrix, an operator with shape, matvec and rmatvec, or (matvec, rmatvec)"
             )
     if is_operator(A):
-        _check_shape_of_operator(A)
+        check_shape(A)
     if getattr(getattr(A, "dtype", None), "kind", "f") == "c":
         raise TypeError("A is complex, and the unknowns are real numbers; give real and imaginary parts apart")
     shape = tuple(A.shape)
@@ -433,17 +433,6 @@ def _matrix(A: Any, rows: int, unknowns: Unknowns | None) -> Any:
         if shape[1] != unknowns.given_size:
             raise ValueError(f"A has {shape[1]} columns, but x0 has {unknowns.given_size} elements")
     return np.ascontiguousarray(A, np.float64) if isinstance(A, np.ndarray) else A
-
-
-def _check_shape_of_operator(A: Any) -> None:
-    """TypeError unless an operator has a shape of whole numbers."""
-    shape = getattr(A, "shape", None)
-    try:
-        found = [isinstance(each, int | np.integer) for each in shape]  # type: ignore[union-attr]
-    except TypeError:
-        found = [False]
-    if not all(found):
-        raise TypeError(f"A is an operator whose shape is {shown(shape)}; give it (rows, columns), two whole numbers")
 
 
 def _tolerances(atol: Any, btol: Any, conlim: Any, iter_lim: Any, columns: int) -> Tolerances:
