@@ -17,6 +17,7 @@ from mpishard.inverse.loop import files_given
 from mpishard.inverse.operators import MatrixOnRanks, OwnRows, RankSpace, check_shape, is_operator
 from mpishard.inverse.result import OptimizeResult, count_of
 from mpishard.inverse.unknowns import Unknowns
+from mpishard.io import log
 from mpishard.launch.signals import Interrupts
 from mpishard.minimizers.linear_least_squares import CGLS, LSQR, LinearMethod, Tolerances, reason_to_stop
 from mpishard.minimizers.space import LocalSpace, Space
@@ -40,6 +41,10 @@ _MESSAGES = (
     "stopped: the condition number of A is too large for float64",
     "stopped: the number of iterations reached iter_lim",
     "stopped by the callback, by Ctrl-C or by the end of the job",
+)
+_WRONG_ADJOINT = (
+    "rmatvec of A is not the adjoint of its matvec: u'(A v) and (A'u)'v differ for the first residual and gradient, and "
+    "no iteration may come to an end; mpishard.check_adjoint tests them"
 )
 _HEAD = f"{'iteration':>9} {'r1norm':>16} {'r2norm':>16} {'arnorm':>10} {'anorm':>10} {'acond':>10}"
 
@@ -463,6 +468,8 @@ def _run(
         while istop is None:
             method.step()
             found = method.progress
+            if found.itn == 1 and not method.fits and world.rank == 0:
+                log.warn(_WRONG_ADJOINT)
             istop = reason_to_stop(found, method.bnorm, limits)
             if shows:
                 print(
