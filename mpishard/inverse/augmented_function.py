@@ -53,6 +53,8 @@ class Distances(NamedTuple):
     violation: float = math.nan  # by which a constraint is beyond its limits
     complementarity: float = math.nan  # the smaller one of a multiplier, and what is left to its limit
     residual: float = math.nan  # what the penalty weighs
+    multiplier: float = math.nan  # in the gradient, and at the beginning of this minimisation
+    shift: float = math.nan
 
 
 class AugmentedFunction:
@@ -254,13 +256,23 @@ class AugmentedFunction:
         y = self.multipliers
         left = np.where(y > 0, constr - self.lower, np.where(y < 0, self.upper - constr, 0.0))
         beyond = constr - np.clip(constr, self.lower, self.upper)
-        own = [float(np.max(np.abs(each), initial=0.0)) for each in (beyond, np.minimum(abs(left), abs(y)), residuals)]
+        each_one = beyond, np.minimum(abs(left), abs(y)), residuals, y, self.shifts
+        own = [float(np.max(np.abs(each), initial=0.0)) for each in each_one]
         tops = np.array(self.world.allgather_object([math.nan if math.isnan(each) else each for each in own]))
         if len(tops) > 1 and not self._sums:
             from mpishard.inverse.mesh_run import check_identical
 
             check_identical("values of the constraints", np.ascontiguousarray(tops[:, 0]))
         self.distances = Distances(*np.max(tops, axis=0).tolist())
+
+    def not_finite(self) -> str:
+        """The first constraint that was NaN or infinite in the last evaluation, in words; empty if none was."""
+        constr = np.empty(0) if self._last is None else self._last.constr
+        wrong = np.flatnonzero(~np.isfinite(constr))
+        by_rank = self.world.allgather_object(f"constraint {wrong[0]} is {constr[wrong[0]]:g}" if wrong.size else "")
+        rank = next((rank for rank, found in enumerate(by_rank) if found), 0)
+        where = f" on rank {rank}" if self._sums and by_rank[rank] and len(by_rank) > 1 else ""
+        return f"{by_rank[rank]}{where}"
 
     def begin_again(self, penalty: float) -> None:
         """Take another penalty and the multipliers of the gradient, to minimise from the best iterate.  Not collective.

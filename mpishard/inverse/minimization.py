@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpishard.arguments import integer, shown
 from mpishard.inverse.finite_differences import FiniteDifferences
-from mpishard.inverse.functions import TERMS, Callback, Functions, opening
+from mpishard.inverse.functions import Callback, Functions, opening
 from mpishard.inverse.l1 import l1_option
 from mpishard.inverse.loop import files_given, run_loop
 from mpishard.inverse.multipliers import augmented_lagrangian
@@ -263,8 +263,6 @@ def _constrained(
                 f"jac={further['jac']!r} is for a function without constraints: with them give jac=True if fun returns "
                 "(value, gradient), or jac=function; the jac of a constraint may be '2-point' or '3-point'"
             )
-        if getattr(getattr(fun, TERMS, None), "l1", ()):
-            raise ValueError("minimize takes L1 terms or constraints=, not both: take a smooth term, or bounds=")
         if elastic["elastic"] or elastic["samples"] is not None:
             raise ValueError("constraints= are for ranks that stay: leave elastic= and samples= out")
         if not (options is None or isinstance(options, Mapping)):

@@ -13,6 +13,7 @@ import numpy as np
 from mpishard.arguments import integer, number, reject_unknown, shown
 from mpishard.inverse.augmented_function import AugmentedFunction, Constraints
 from mpishard.inverse.functions import Callback, Functions, Watch, opening, world_of
+from mpishard.inverse.l1 import l1_option
 from mpishard.inverse.loop import evaluate_until_end, files_given, files_of
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, make_method
 from mpishard.inverse.reverse_communication import ReverseCommunication, begin_again, set_tolerance
@@ -38,6 +39,11 @@ _FATAL = ("not finite", "range", "unbounded")
 _NO_SOLUTION = (
     "the constraints may have no common solution, or adjoint is not that of their Jacobian, which "
     "mpishard.check_adjoint tests"
+)
+_GROWS, _SOON = 1.5, 3  # multipliers that none exist for grow by this factor, after so many minimisations
+_NO_MULTIPLIERS = (
+    "; the multipliers still grow, the largest from {:.3g} to {:.3g} in the last minimisation: the minimum may have none, "
+    "as where gradients of constraints are dependent, and then x is less exact than ctol: compare a smaller one"
 )
 _OF_MINIMIZE = ("elastic", "samples")
 # Facts of a checkpoint: the course of the loop, and the multipliers of all ranks.
@@ -85,8 +91,8 @@ def augmented_lagrangian(
     Parameters
     ----------
     fun, x0 : as for `minimize`
-        The function and the start, which need not meet the constraints.  With a `Partition` all arrays of points and
-        gradients are of this rank's part, also those of `adjoint` and of the result.
+        The function, also with `L1` terms, and the start, which need not meet the constraints.  With a `Partition` all
+        arrays of points and gradients are of this rank's part, also those of `adjoint` and of the result.
     constraints : callable
         ``constraints(x, *args)`` returns c, an array of as many numbers in each call.
     adjoint : callable
@@ -142,7 +148,7 @@ def augmented_lagrangian(
     Returns
     -------
     OptimizeResult
-        ``x``; ``fun``, the value of the function alone; ``constr``, the constraints, and ``multipliers``, on a mesh
+        ``x``; ``fun``, the value of the function with its terms; ``constr``, the constraints, and ``multipliers``, on a mesh
         with ``"sum"`` those of this rank; ``constr_violation``, the largest distance from limits of all constraints;
         ``complementarity``, the largest of the smaller ones of a multiplier and the distance from its limit;
         ``lagrangian_grad`` and ``optimality``, the largest element of it, projected; ``penalty``; ``nit``, the number
@@ -195,17 +201,16 @@ def augmented_lagrangian(
             raise ValueError("options={'gtol': ...} is chosen for each minimisation; gtol= is that of the last one")
         if isinstance(method, str) and isinstance(given, Mapping):
             given = {"ftol": 0.0, **given}
-        chosen, loop = make_method(method, given, None, unknowns.total, **unknowns.options(bounds, **known))
+        functions = Functions(fun, jac, None, args)
+        functions.check_terms(reduction)
+        about = {**unknowns.options(bounds, **known), "l1": l1_option(functions.l1, unknowns)}
+        chosen, loop = make_method(method, given, None, unknowns.total, **about)
         loop.expect_no_more_results("augmented_lagrangian")
         if chosen.needs_products and (hessp is None or forward is None):
             raise ValueError(
                 f"method={shown(method)} needs products with the Hessian: give hessp= of the Lagrangian and forward= "
                 "of the constraints; 'L-BFGS-B' and 'CG' do without"
             )
-        functions = Functions(fun, jac, None, args)
-        functions.check_terms(reduction)
-        if functions.l1:
-            raise ValueError("augmented_lagrangian takes no L1 term, which minimize does; take a smooth term")
         of_user = Constraints(constraints, adjoint, lower, upper, forward, hessp)
         run = AugmentedFunction(functions, of_user, args, unknowns, world, reduction)
         first_penalty = None if penalty is None else number("penalty", penalty, above=0)
@@ -214,6 +219,7 @@ def augmented_lagrangian(
         watcher = Callback(callback)
         same |= {"method": type(chosen), "reduction": reduction, "penalty": penalty, "gtol": gtol, "ctol": ctol}
         same |= {"maxiter": maxiter, "multipliers": multipliers is not None, "retries": loop.retries}
+        same["L1"] = functions.l1_forms
         same |= files_given(mesh, checkpoints, resume, record)
     first = replace(chosen, gtol=max(_FIRST_TOLERANCE, gtol))
     optimizer = ReverseCommunication(first, unknowns, mesh=mesh, reduction=reduction)
@@ -274,6 +280,8 @@ class _OuterLoop:
             ended = evaluate_until_end(optimizer, self._inner, function.unknowns, quiet, self._loop, self._files)
             function.measure()
             course, reason, text = self._judged(ended)
+            if reason == "not finite" and (culprit := function.not_finite()):
+                text = f"failed: {culprit}{', also after shorter steps' * (ended.progress.evaluations > 1)}"
             if not reason and course.minimizations >= self._maxiter:
                 reason, text = "iterations", f"stopped: the number of minimisations reached maxiter={self._maxiter}"
             if not reason and watch.reason_to_stop(partial(self._intermediate, course)):
@@ -287,10 +295,11 @@ class _OuterLoop:
             self._files.end(reason)
             optimizer.gather_result()  # the last checkpoint has the next point
         distances, optimality = function.distances, ended.progress.projected_norm
+        minimizer = optimizer.run.minimizer
         found = f"largest constraint {distances.violation:.3g}, largest element of the gradient {optimality:.3g}"
         return OptimizeResult(
             x=function.unknowns.shown_to_user(),
-            fun=function.value(),
+            fun=function.value() + minimizer.added_at(minimizer.best),
             constr=function.constr,
             constr_violation=distances.violation,
             multipliers=function.multipliers,
@@ -305,6 +314,7 @@ class _OuterLoop:
             status=_STATUS.get(reason, 2),
             success=reason == "gradient",
             message=f"{text} ({found})",
+            **{name: ended.result[name] for name in ("at_reference",) if name in ended.result},
         )
 
     def _judged(self, ended: MinimizationOutcome) -> tuple[_Course, str, str]:
@@ -326,6 +336,8 @@ class _OuterLoop:
         met = max(distances.violation, distances.complementarity) <= self._ctol
         if met and progress.projected_norm <= self._gtol:
             text = f"converged: the constraints are met to ctol={self._ctol:g}, the gradient to gtol={self._gtol:g}"
+            if course.minimizations >= _SOON and distances.multiplier > _GROWS * distances.shift:
+                text += _NO_MULTIPLIERS.format(distances.shift, distances.multiplier)
             return course, "gradient", text
         moves = distances.residual < 0.5 * course.lowest or reason == "gradient"
         course = replace(
