@@ -21,7 +21,7 @@ from mpishard.inverse.result import (
 )
 from mpishard.inverse.reverse_communication import ReverseCommunication
 from mpishard.inverse.scipy_constraints import ScipyConstraints
-from mpishard.inverse.unknowns import Unknowns
+from mpishard.inverse.unknowns import Unknowns, copy_of_point
 from mpishard.minimizers.method import Method
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Array = Any
 _OTHER_METHODS = "slsqp", "trust-constr", "cobyla", "cobyqa"  # of SciPy, which take constraints
+_NEWTON = "newton-cg", "trust-ncg"
 _ELASTIC_OPTIONS = ("min_workers", "max_workers", "folder", "discover", "failure_timeout", "respawn", "rebuild")
 
 
@@ -106,12 +107,13 @@ def minimize(
         outside of its bounds is moved to the nearest bound, and a message says so.
     constraints : optional
         ``scipy.optimize.NonlinearConstraint`` or ``LinearConstraint``, a dictionary as SciPy's with ``type``, ``fun``,
-        ``jac`` and ``args``, or a list of these: with them `augmented_lagrangian` minimises by ``"L-BFGS-B"`` (or
-        ``"CG"``), and the result is its own.  `tol` sets ``gtol`` and ``ctol``, the tolerance of the constraints, which
-        are options then, and ``maxiter`` counts minimisations.  ``jac`` of a constraint returns an array, a sparse
-        matrix or an operator with ``shape``, ``matvec`` and ``rmatvec``; ``"2-point"``, ``"3-point"`` and ``"cs"``
-        call ``fun`` for each unknown, on each rank, inside of the bounds.  Its ``hess`` and ``keep_feasible=False``
-        have no use.  With ``reduction="sum"`` each rank gives constraints of its own, at least one.
+        ``jac`` and ``args``, or a list of these: with them `augmented_lagrangian` minimises, and the result is its own.
+        `tol` sets ``gtol`` and ``ctol``, the tolerance of the constraints, which are options then, and ``maxiter``
+        counts minimisations.  ``jac`` of a constraint returns an array, a sparse matrix or an operator with ``shape``,
+        ``matvec`` and ``rmatvec``; ``"2-point"``, ``"3-point"`` and ``"cs"`` call ``fun`` for each unknown, on each
+        rank, inside of the bounds.  The Newton methods need ``hess(x, v)`` of a NonlinearConstraint, the Hessian of v
+        times its functions, in a form of `hess`, and `hess` or `hessp` of `fun`.  ``keep_feasible`` must be False.
+        With ``reduction="sum"`` each rank gives constraints of its own, at least one.
     tol : float, optional
         Sets the tolerances of the method that SciPy sets by it.
     callback : callable, optional
@@ -188,9 +190,12 @@ def minimize(
     """
     if not (constraints is None or (isinstance(constraints, tuple | list | dict) and not constraints)):
         loop_options = {"elastic": elastic, "samples": samples}
+        second = {"hess": hess, "hessp": hessp}
         files = {"checkpoints": checkpoints, "resume": resume, "record": record}
         further = {"jac": jac, "bounds": bounds, "callback": callback, "mesh": mesh, "reduction": reduction, **files}
-        return _constrained(fun, x0, args, method, constraints, tol, options, loop_options, {**further, **elements})
+        return _constrained(
+            fun, x0, args, method, constraints, tol, options, second, loop_options, {**further, **elements}
+        )
     with opening(mesh, "minimize") as same:
         same["constraints"] = False
         extra = dict(elements)
@@ -241,10 +246,14 @@ def _constrained(
     constraints: Any,
     tol: float | None,
     options: Any,
+    second: Mapping[str, Any],
     elastic: Mapping[str, Any],
     further: Mapping[str, Any],
 ) -> OptimizeResult:
-    """Minimise under SciPy's constraints by `augmented_lagrangian`, to which `further` arguments go.  Collective."""
+    """Minimise under SciPy's constraints by `augmented_lagrangian`, to which `further` arguments go.  Collective.
+
+    `second` are the second derivatives of `fun`.
+    """
     with opening(further["mesh"], "minimize") as same:
         same["constraints"] = True
         name = "L-BFGS-B" if method is None else method
@@ -252,11 +261,6 @@ def _constrained(
             raise ValueError(
                 f"there is no method {name!r}: with constraints leave method= out, and an augmented Lagrangian with "
                 "'L-BFGS-B' meets them"
-            )
-        if name in ("Newton-CG", "trust-ncg"):
-            raise ValueError(
-                f"method={name!r} with constraints needs products with the Hessian of the Lagrangian: call "
-                "mpishard.augmented_lagrangian with hessp= and forward="
             )
         if isinstance(further["jac"], str):
             raise ValueError(
@@ -274,9 +278,35 @@ def _constrained(
             own["maxiter"] = count_of(own["maxiter"])
         unknowns = Unknowns(x0)
         found = ScipyConstraints(constraints, unknowns, further["bounds"])
+        is_newton = name.lower() in _NEWTON if isinstance(name, str) else getattr(name, "needs_products", False)
+        products = (
+            _products_of_lagrangian(fun, args, shown(name), second, further, found, unknowns) if is_newton else {}
+        )
     limits = {"lower": found.lower, "upper": found.upper}
-    arguments = {"args": args, "method": name, "options": given, **limits, **own, **further}
+    arguments = {"args": args, "method": name, "options": given, **limits, **own, **products, **further}
     return augmented_lagrangian(fun, unknowns, found.function, found.adjoint, **arguments)
+
+
+def _products_of_lagrangian(
+    fun: Any,
+    args: Any,
+    method: str,
+    second: Mapping[str, Any],
+    further: Mapping[str, Any],
+    constraints: ScipyConstraints,
+    unknowns: Unknowns,
+) -> dict[str, Callable[..., Any]]:
+    """`hessp` and `forward` of `augmented_lagrangian`; ValueError without second derivatives."""
+    if second["hess"] is None and second["hessp"] is None:
+        raise ValueError(f"method={method} needs products with the Hessian of fun: give hessp= or hess=")
+    constraints.expect_hessians(method)
+    functions = Functions(fun, further["jac"], second["hessp"], args, second["hess"])
+
+    def hessp(x: Any, direction: Any, y: Any, *args: Any) -> Any:
+        product = unknowns.vector("the Hessian product", functions.product(copy_of_point(x), direction))
+        return unknowns.like_x0(product - constraints.hessian_product(x, direction, y))
+
+    return {"hessp": hessp, "forward": constraints.forward}
 
 
 def _check_differences(functions: Functions, unknowns: Unknowns, is_elastic: bool, mesh: Mesh | None) -> None:

@@ -42,8 +42,8 @@ _NO_SOLUTION = (
 )
 _GROWS, _SOON = 1.5, 3  # multipliers that none exist for grow by this factor, after so many minimisations
 _NO_MULTIPLIERS = (
-    "; the multipliers still grow, the largest from {:.3g} to {:.3g} in the last minimisation: the minimum may have none, "
-    "as where gradients of constraints are dependent, and then x is less exact than ctol: compare a smaller one"
+    "; the multipliers still grow, the largest from {:.3g} to {:.3g} in the last minimisation: the minimum may have "
+    "none, as where gradients of constraints are dependent, and then x is less exact than ctol: compare a smaller one"
 )
 _OF_MINIMIZE = ("elastic", "samples")
 # Facts of a checkpoint: the course of the loop, and the multipliers of all ranks.
@@ -148,9 +148,9 @@ def augmented_lagrangian(
     Returns
     -------
     OptimizeResult
-        ``x``; ``fun``, the value of the function with its terms; ``constr``, the constraints, and ``multipliers``, on a mesh
-        with ``"sum"`` those of this rank; ``constr_violation``, the largest distance from limits of all constraints;
-        ``complementarity``, the largest of the smaller ones of a multiplier and the distance from its limit;
+        ``x``; ``fun``, the value of the function with its terms; ``constr``, the constraints, and ``multipliers``, on a
+        mesh with ``"sum"`` those of this rank; ``constr_violation``, the largest distance from limits of all
+        constraints; ``complementarity``, the largest of the smaller ones of a multiplier and the distance from its limit;
         ``lagrangian_grad`` and ``optimality``, the largest element of it, projected; ``penalty``; ``nit``, the number
         of minimisations; ``nfev``, evaluations; ``nhev``, Hessian products; ``status`` and ``success`` as those of
         `minimize`; ``message``.  A multiplier is positive at a lower limit, negative at an upper one, and 0 between
