@@ -12,8 +12,7 @@ from mpishard.arguments import shown
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import raised_on_all
 from mpishard.inverse.functions import Callback, Functions, opening, world_of
-from mpishard.inverse.loop import files_given, run_loop
-from mpishard.inverse.minimization import elastic_options
+from mpishard.inverse.loop import elastic_options, files_given, run_loop
 from mpishard.inverse.posterior import LaplacePosterior, Ranks
 from mpishard.inverse.priors import Prior
 from mpishard.inverse.result import LoopOptions

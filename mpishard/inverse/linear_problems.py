@@ -43,8 +43,8 @@ _MESSAGES = (
     "stopped by the callback, by Ctrl-C or by the end of the job",
 )
 _WRONG_ADJOINT = (
-    "rmatvec of A is not the adjoint of its matvec: u'(A v) and (A'u)'v differ for the first residual u and gradient v, "
-    "and the iterations may lead nowhere; mpishard.check_adjoint tests A"
+    "rmatvec of A is not the adjoint of its matvec: u'(A v) and (A'u)'v differ for the first residual u and gradient "
+    "v, and the iterations may lead nowhere; mpishard.check_adjoint tests A"
 )
 _HEAD = f"{'iteration':>9} {'r1norm':>16} {'r2norm':>16} {'arnorm':>10} {'anorm':>10} {'acond':>10}"
 

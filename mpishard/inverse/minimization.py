@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from mpishard.arguments import integer, shown
+from mpishard.arguments import shown
 from mpishard.inverse.finite_differences import FiniteDifferences
 from mpishard.inverse.functions import Callback, Functions, opening
 from mpishard.inverse.l1 import l1_option
-from mpishard.inverse.loop import files_given, run_loop
+from mpishard.inverse.loop import ElasticArguments, elastic_options, files_given, run_loop
 from mpishard.inverse.multipliers import augmented_lagrangian
 from mpishard.inverse.result import (
     LoopOptions,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 Array = Any
 _OTHER_METHODS = "slsqp", "trust-constr", "cobyla", "cobyqa"  # of SciPy, which take constraints
 _NEWTON = "newton-cg", "trust-ncg"
-_ELASTIC_OPTIONS = ("min_workers", "max_workers", "folder", "discover", "failure_timeout", "respawn", "rebuild")
 
 
 def minimize(
@@ -189,13 +188,11 @@ def minimize(
     array([0.5, 0. , 0. ])
     """
     if not (constraints is None or (isinstance(constraints, tuple | list | dict) and not constraints)):
-        loop_options = {"elastic": elastic, "samples": samples}
         second = {"hess": hess, "hessp": hessp}
         files = {"checkpoints": checkpoints, "resume": resume, "record": record}
         further = {"jac": jac, "bounds": bounds, "callback": callback, "mesh": mesh, "reduction": reduction, **files}
-        return _constrained(
-            fun, x0, args, method, constraints, tol, options, second, loop_options, {**further, **elements}
-        )
+        further |= {"elastic": elastic, **elements}
+        return _constrained(fun, x0, args, method, constraints, tol, options, second, samples, further)
     with opening(mesh, "minimize") as same:
         same["constraints"] = False
         extra = dict(elements)
@@ -247,7 +244,7 @@ def _constrained(
     tol: float | None,
     options: Any,
     second: Mapping[str, Any],
-    elastic: Mapping[str, Any],
+    samples: int | None,
     further: Mapping[str, Any],
 ) -> OptimizeResult:
     """Minimise under SciPy's constraints by `augmented_lagrangian`, to which `further` arguments go.  Collective.
@@ -267,8 +264,8 @@ def _constrained(
                 f"jac={further['jac']!r} is for a function without constraints: with them give jac=True if fun returns "
                 "(value, gradient), or jac=function; the jac of a constraint may be '2-point' or '3-point'"
             )
-        if elastic["elastic"] or elastic["samples"] is not None:
-            raise ValueError("constraints= are for ranks that stay: leave elastic= and samples= out")
+        if samples is not None:
+            raise ValueError("constraints= are for a fun of all samples: leave samples= out")
         if not (options is None or isinstance(options, Mapping)):
             raise TypeError(f"options={shown(options)} must be a dictionary of names and values")
         given = dict(options or {})
@@ -333,44 +330,6 @@ def _check_more_results(loop: LoopOptions, method: Method, is_elastic: bool) -> 
         from mpishard.minimizers.inverses import expect_inverse  # with the methods: only for those who ask
 
         expect_inverse(method)
-
-
-class ElasticArguments(NamedTuple):
-    """The further arguments of an elastic run; `options` are those of `ElasticOptimizer`."""
-
-    options: dict[str, Any]
-    samples: int | None
-
-
-def elastic_options(
-    elastic: Any, samples: Any, reduction: Any, mesh: Any, unknowns: Unknowns
-) -> ElasticArguments | None:
-    """Check the arguments of `minimize` that make a run elastic; None for a run that is not.
-
-    Raises TypeError or ValueError if arguments are invalid or do not fit together.
-    """
-    if not isinstance(elastic, bool | Mapping):
-        raise TypeError(f"elastic={shown(elastic)} must be True, or a dictionary of options of ElasticOptimizer")
-    if elastic is False:
-        if samples is not None:
-            raise ValueError(
-                "samples= deals the samples out to ranks that come and go, and needs elastic=True; on ranks that stay, "
-                "let fun return the part of its rank, to minimize with reduction='sum'"
-            )
-        return None
-    options = {} if elastic is True else dict(elastic)
-    unknown = [name for name in options if name not in _ELASTIC_OPTIONS]
-    if unknown:
-        raise ValueError(f"elastic= has no option {unknown[0]!r}; its options are {', '.join(_ELASTIC_OPTIONS)}")
-    if mesh is None:
-        raise ValueError("elastic= is for ranks that come and go; give mesh=mpishard.Mesh()")
-    if reduction is not None and not (unknowns.has_fields and reduction == "sum" and samples is not None):
-        more = ", or with a Partition as x0 both" * (reduction == "sum")
-        raise ValueError(
-            f"reduction={shown(reduction)} is for ranks that stay, each with its own part; with elastic= give "
-            f"samples=N and fun(x, samples){more}, and the samples of a rank that dies go to the others"
-        )
-    return ElasticArguments(options, None if samples is None else integer("samples", samples, least=1))
 
 
 def solve(
