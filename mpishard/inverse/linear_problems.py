@@ -188,7 +188,8 @@ def lsqr(
     -----
     With arrays and sparse rows the bits are the same on any number of ranks, however the rows are split: products with
     ``A'`` are summed without rounding on the way.  An operator adds up the rows of its rank itself, and then the bits
-    depend on the split, unless the unknowns are split and the rows with them.
+    depend on the split, unless the unknowns are split and the rows with them.  After the first iteration a warning says
+    if ``rmatvec`` is not the adjoint of ``matvec``, as far as one product of both shows it.
 
     A rank keeps its rows of A, one vector of rows, and three of unknowns, four with `calc_var`.  Sparse rows are kept
     with indices of 64 bits.  An iteration makes a product with A and one with ``A'``, and four all-reduces: one of 16
