@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mpishard.arguments import integer, printable, shown
+from mpishard.arguments import path as checked_path
 from mpishard.io.files import open_to_read
 
 # Bytes of a map that may be resident before they are let go of; the page cache of the node keeps what it has room for.
@@ -141,7 +142,7 @@ class TokenFile:
     offset: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", checked_path(self.path))
+        object.__setattr__(self, "path", checked_path("path", self.path).absolute())
         object.__setattr__(self, "dtype", checked_dtype(self.dtype))
         object.__setattr__(self, "offset", integer("offset", self.offset, least=0))
 
@@ -170,13 +171,6 @@ class TokenFile:
         if size <= 0:
             raise ValueError(f"{path} has {size + self.offset} bytes, so no token after an offset of {self.offset}")
         return Tokens(str(path), MappedArray(path, self.dtype, self.offset, size // self.dtype.itemsize))
-
-
-def checked_path(path: Any) -> Path:
-    """A path made absolute, so that it survives a change of the working directory; TypeError if it is no path."""
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path={shown(path)} must be a path")
-    return Path(path).absolute()
 
 
 def checked_dtype(dtype: Any) -> np.dtype[Any]:
@@ -257,7 +251,7 @@ class MegatronFile:
     path: str | os.PathLike[str]
 
     def __post_init__(self) -> None:
-        path = checked_path(self.path)
+        path = checked_path("path", self.path).absolute()
         object.__setattr__(self, "path", path.with_suffix("") if path.suffix in (".bin", ".idx") else path)
 
     def open(self) -> Tokens:
@@ -360,7 +354,7 @@ class HDF5Tokens:
     dataset: str = "tokens"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", checked_path(self.path))
+        object.__setattr__(self, "path", checked_path("path", self.path).absolute())
         if not isinstance(self.dataset, str):
             raise TypeError(f"dataset={shown(self.dataset)} must be a name")
 
@@ -423,7 +417,7 @@ class ZarrTokens:
     path: str | os.PathLike[str]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", checked_path(self.path))
+        object.__setattr__(self, "path", checked_path("path", self.path).absolute())
 
     def open(self) -> Tokens:
         """Open the array.
@@ -503,7 +497,7 @@ class TextFile:
     separator: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", checked_path(self.path))
+        object.__setattr__(self, "path", checked_path("path", self.path).absolute())
         if not callable(self.tokenize):
             raise TypeError(f"tokenize={shown(self.tokenize)} must be a function of a text")
         if not (self.separator is None or isinstance(self.separator, str)):

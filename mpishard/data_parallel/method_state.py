@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from mpishard.arguments import flag
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import fingerprint
 from mpishard.comm.errors import CaughtError, raised_on_all
-from mpishard.data_parallel.optimizer_state import OptimizerState
+from mpishard.data_parallel.optimizer_state import AuxiliaryState, OptimizerState
 from mpishard.data_parallel.ownership import spans_of
 from mpishard.data_parallel.rank_state import RankState, cut_full, gather_slot
 from mpishard.data_parallel.settings import Configured, settings_of_method
@@ -43,6 +44,7 @@ from mpishard.minimizers.method import (
     Limits,
     Method,
     Minimizer,
+    Progress,
     Wanted,
     check_metadata,
     lifted,
@@ -180,6 +182,17 @@ class ShardedSpace(Space):
         return found
 
 
+class Stages(AuxiliaryState):
+    """What decides, where a minimisation has ended, whether another one begins; with state that travels."""
+
+    @abstractmethod
+    def told(self, minimizer: Minimizer) -> None:
+        """Let a minimisation that has ended begin again, to go on.  Called after each evaluation, and collective.
+
+        It is part of the step of that evaluation, which may be taken back and taken again.
+        """
+
+
 class MinimizationState(OptimizerState):
     """The state of an optimizer with a method: its slots are the method's vectors, and then the point.
 
@@ -200,6 +213,8 @@ class MinimizationState(OptimizerState):
         self._gradient: Array
         self._space: ShardedSpace
         self._direction: FlatParameters | None = None
+        self._stages: Stages | None = None
+        self._progress = Progress()  # after the evaluation of the last step
 
     # -- the method ---------------------------------------------------------------------------------------------------
 
@@ -220,6 +235,10 @@ class MinimizationState(OptimizerState):
     @property
     def slot_names(self) -> tuple[str, ...]:
         return (*self._method.slots, POINT)
+
+    def continue_by(self, stages: Stages) -> None:
+        """Let `stages` decide what follows a minimisation that has ended; before the first step."""
+        self.auxiliary, self._stages = (stages,), stages
 
     def options(self) -> dict[str, str]:
         return super().options() | settings_of_method(self._method)
@@ -277,7 +296,10 @@ class MinimizationState(OptimizerState):
         else:
             self.tell_value(value if finite else math.inf, gradient)
             self._batches += minimizer.progress.accepted
-        self.counters.learning_rate = minimizer.progress.step_length
+        self._progress = minimizer.progress
+        self.counters.learning_rate = self._progress.step_length
+        if self._stages is not None:
+            self._stages.told(minimizer)
         self.publish(minimizer.point)
         self._report_failure()
         self.on_rank.inspection.forget()
@@ -423,12 +445,11 @@ class MinimizationState(OptimizerState):
 
     @property
     def ended_batch(self) -> bool:
-        return self.minimization.progress.accepted
+        return self._progress.accepted
 
     @property
     def record(self) -> dict[str, float]:
-        progress = self.minimization.progress
-        return {"iteration": progress.iterations, "accepted_loss": progress.value}
+        return {"iteration": self._progress.iterations, "accepted_loss": self._progress.value}
 
     @property
     def stop_reason(self) -> str:

@@ -11,12 +11,12 @@ import numpy as np
 from mpishard.arguments import shown
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import OneRank, raised_on_all
-from mpishard.inverse.functions import Attempts, Functions, sum_of_values
+from mpishard.inverse.functions import Attempts, Functions, Together, sum_of_values
 from mpishard.inverse.unknowns import Unknowns, copy_of_point
+from mpishard.minimizers.method import Progress
 
 if TYPE_CHECKING:
     from mpishard.comm.axis import Axis
-    from mpishard.inverse.reverse_communication import ReverseCommunication
 
 Array = Any
 _LARGEST_MULTIPLIER = 1e16  # with which a minimisation begins: they stay bounded where none exist
@@ -43,7 +43,7 @@ class Evaluation(NamedTuple):
     """This rank's value, its flat gradient, and its constraints at a point."""
 
     value: float
-    gradient: Array
+    gradient: Array  # None if it is not known
     constr: np.ndarray
 
 
@@ -53,6 +53,8 @@ class Distances(NamedTuple):
     violation: float = math.nan  # by which a constraint is beyond its limits
     complementarity: float = math.nan  # the smaller one of a multiplier, and what is left to its limit
     residual: float = math.nan  # what the penalty weighs
+    multiplier: float = math.nan  # in the gradient, and at the beginning of this minimisation
+    shift: float = math.nan
 
 
 class AugmentedFunction:
@@ -94,14 +96,21 @@ class AugmentedFunction:
 
     # -- at the start -------------------------------------------------------------------------------------------------
 
-    def begin(self, optimizer: ReverseCommunication, multipliers: Any, penalty: float | None, retries: int) -> None:
-        """Evaluate at the best iterate of an optimizer, or its start; take the multipliers and the penalty.
+    def begin(
+        self,
+        progress: Callable[[], Progress],
+        together: Together,
+        multipliers: Any,
+        penalty: float | None,
+        retries: int,
+    ) -> None:
+        """Evaluate at the point that the unknowns show; take the multipliers and the penalty.
 
-        Without a penalty choose one.
+        It is the best iterate of a minimisation, or its start; `progress` tells where that is then. Without a penalty
+        choose one. `together` are the ranks that call the functions together.
         """
-        self._optimizer = optimizer
-        optimizer.gather_result()  # which shows it
-        attempts = Attempts(optimizer.run.together, retries)
+        self._progress = progress
+        attempts = Attempts(together, retries)
         attempt = attempts(lambda: self._evaluated(self.unknowns.shown_to_user()))
         with raised_on_all(self.world):
             if attempt.problem is not None:
@@ -174,7 +183,8 @@ class AugmentedFunction:
         """
         unknowns = self.unknowns  # whose values are those of x
         self.note_best()
-        found = self.best if self.is_at_best and self.best is not None else self._evaluated(x)
+        best = self.best if self.is_at_best else None
+        found = self._evaluated(x) if best is None or best.gradient is None else best
         self.is_at_best = False
         residuals, multipliers = self._terms(found.constr)
         with raised_on_all(self._meeting):
@@ -241,26 +251,39 @@ class AugmentedFunction:
 
     def note_best(self) -> None:
         """Keep the last evaluation if the minimisation has taken its point.  Not collective."""
-        progress = self._optimizer.progress
+        progress = self._progress()
         if self._last is not None and (progress.accepted or progress.evaluations == 1):
             self.best = self._last
 
-    def measure(self) -> None:
-        """Measure the constraints at the best iterate, and take their multipliers there."""
+    def measure(self, again: bool = False) -> None:
+        """Measure the constraints at the best iterate, and take their multipliers there.
+
+        Or measure them `again`, after `begin_again`.
+        """
         self.note_best()
         assert self.best is not None
         constr = self.best.constr
-        residuals, self.multipliers = self._terms(constr)
+        residuals, self.multipliers = (constr, self.shifts) if again else self._terms(constr)
         y = self.multipliers
         left = np.where(y > 0, constr - self.lower, np.where(y < 0, self.upper - constr, 0.0))
         beyond = constr - np.clip(constr, self.lower, self.upper)
-        own = [float(np.max(np.abs(each), initial=0.0)) for each in (beyond, np.minimum(abs(left), abs(y)), residuals)]
+        numbers = beyond, np.minimum(abs(left), abs(y)), residuals, y, self.shifts
+        own = [float(np.max(np.abs(each), initial=0.0)) for each in numbers]
         tops = np.array(self.world.allgather_object([math.nan if math.isnan(each) else each for each in own]))
         if len(tops) > 1 and not self._sums:
             from mpishard.inverse.mesh_run import check_identical
 
             check_identical("values of the constraints", np.ascontiguousarray(tops[:, 0]))
         self.distances = Distances(*np.max(tops, axis=0).tolist())
+
+    def not_finite(self) -> str:
+        """The first constraint that was NaN or infinite in the last evaluation, in words; empty if none was."""
+        constr = np.empty(0) if self._last is None else self._last.constr
+        wrong = np.flatnonzero(~np.isfinite(constr))
+        by_rank = self.world.allgather_object(f"constraint {wrong[0]} is {constr[wrong[0]]:g}" if wrong.size else "")
+        rank = next((rank for rank, found in enumerate(by_rank) if found), 0)
+        where = f" on rank {rank}" if self._sums and by_rank[rank] and len(by_rank) > 1 else ""
+        return f"{by_rank[rank]}{where}"
 
     def begin_again(self, penalty: float) -> None:
         """Take another penalty and the multipliers of the gradient, to minimise from the best iterate.  Not collective.
@@ -269,6 +292,13 @@ class AugmentedFunction:
         """
         self.penalty, self.is_at_best = penalty, True
         self.shifts = np.clip(self.multipliers, -_LARGEST_MULTIPLIER, _LARGEST_MULTIPLIER)
+
+    def continue_from(
+        self, penalty: float, shifts: np.ndarray, value: float, constr: np.ndarray, is_at_best: bool
+    ) -> None:
+        """Continue with these numbers of a state; the value and the constraints are at the best iterate."""
+        self.penalty, self.shifts, self.is_at_best = penalty, shifts, is_at_best
+        self.best, self._last = Evaluation(value, None, constr), None
 
     @property
     def constr(self) -> np.ndarray:

@@ -14,8 +14,9 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data.sampling import micro_batches
-from mpishard.data_parallel.method_state import MinimizationState
+from mpishard.data_parallel.method_state import MinimizationState, Stages
 from mpishard.data_parallel.results import TrainingState
+from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
 from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.inverse.functions import (
     Attempts,
@@ -104,6 +105,19 @@ class ElasticMinimization:
         self._has_inverse = loop.hess_inv
         self._together = mesh.world if samples is None else mesh.tensor  # they call the function for the same samples
         self._attempts = Attempts(self._together, loop.retries)
+        self._of_stage: Callable[[], OptimizeResult] | None = None
+
+    def continue_by(self, stages: Stages, intermediate: Callable[[], OptimizeResult]) -> None:
+        """Let `stages` decide what follows a minimisation; before `run`. The unknowns show the start of all ranks.
+
+        The callback is then called with the `intermediate` result where a minimisation has begun after another one.
+        """
+        optimizer = self._elastic.optimizer
+        warn_if_initial_parameters_differ(self._mesh, self._parameters)
+        optimizer.bind(self._parameters)
+        self._state.continue_by(stages)
+        self._of_stage = intermediate
+        self._unknowns.show()
 
     def run(self, checkpoints: Any, resume: bool, record: Any) -> MinimizationOutcome:
         """Take steps until the method, the callback or a signal ends the minimisation.
@@ -134,8 +148,7 @@ class ElasticMinimization:
             resume=resume,
             record=record,
         )
-        minimizer, method = self.minimizer, self._elastic.optimizer.rule
-        assert isinstance(method, Method)
+        minimizer, method = self.minimizer, self.minimizer.method
         progress, unknowns, reason = minimizer.progress, self._unknowns, found.stop_reason
         gradient, at_reference = self.gather(minimizer.gradient), minimizer.at_reference
         unknowns.show()
@@ -293,6 +306,8 @@ class ElasticMinimization:
         if is_row and progress.evaluations > self._evaluations and self._mesh.rank == 0:
             self._table.row(progress)
         self._evaluations = progress.evaluations
+        if self._of_stage is not None:
+            return progress.evaluations == 0 and self._callback(self._of_stage)
         if not (progress.accepted and self._watched):
             return False
         best = self.gather(self.minimizer.best)

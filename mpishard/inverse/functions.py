@@ -90,7 +90,7 @@ class Functions:
         self._jac = jac
         self._hessp = hessp
         self._args = args if isinstance(args, tuple) else (args,)
-        self._hess = None if hess is None else _Hessian(hess, self._args)
+        self._hess = None if hess is None else Hessian(hess, self._args)
 
     @property
     def has_terms(self) -> bool:
@@ -150,7 +150,7 @@ class Functions:
         return self._hessp(x, direction, *samples, *self._args)
 
 
-class _Hessian:
+class Hessian:
     """A function that returns the Hessian: an array, a sparse matrix or an operator, which is kept for one point.
 
     Rows and columns are in the order of the flat array of the unknowns.

@@ -14,8 +14,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.random import normal_at
 from mpishard.comm.errors import raised_on_all
 from mpishard.inverse.functions import Callback, Functions, opening, world_of
-from mpishard.inverse.loop import files_given, run_loop
-from mpishard.inverse.minimization import elastic_options
+from mpishard.inverse.loop import elastic_options, files_given, run_loop
 from mpishard.inverse.posterior import LaplacePosterior, Ranks
 from mpishard.inverse.priors import Prior, numbers_of
 from mpishard.inverse.result import LoopOptions

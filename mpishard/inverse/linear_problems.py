@@ -14,9 +14,10 @@ from mpishard.arguments import flag, integer, number, shown
 from mpishard.comm.errors import OneRank
 from mpishard.inverse.functions import Callback, Watch, on_any, opening, world_of
 from mpishard.inverse.loop import files_given
-from mpishard.inverse.operators import MatrixOnRanks, OwnRows, RankSpace, is_operator
+from mpishard.inverse.operators import MatrixOnRanks, OwnRows, RankSpace, check_shape, is_operator
 from mpishard.inverse.result import OptimizeResult, count_of
 from mpishard.inverse.unknowns import Unknowns
+from mpishard.io import log
 from mpishard.launch.signals import Interrupts
 from mpishard.minimizers.linear_least_squares import CGLS, LSQR, LinearMethod, Tolerances, reason_to_stop
 from mpishard.minimizers.space import LocalSpace, Space
@@ -40,6 +41,10 @@ _MESSAGES = (
     "stopped: the condition number of A is too large for float64",
     "stopped: the number of iterations reached iter_lim",
     "stopped by the callback, by Ctrl-C or by the end of the job",
+)
+_WRONG_ADJOINT = (
+    "rmatvec of A is not the adjoint of its matvec: u'(A v) and (A'u)'v differ for the first residual u and gradient "
+    "v, and the iterations may lead nowhere; mpishard.check_adjoint tests A"
 )
 _HEAD = f"{'iteration':>9} {'r1norm':>16} {'r2norm':>16} {'arnorm':>10} {'anorm':>10} {'acond':>10}"
 
@@ -183,7 +188,8 @@ def lsqr(
     -----
     With arrays and sparse rows the bits are the same on any number of ranks, however the rows are split: products with
     ``A'`` are summed without rounding on the way.  An operator adds up the rows of its rank itself, and then the bits
-    depend on the split, unless the unknowns are split and the rows with them.
+    depend on the split, unless the unknowns are split and the rows with them.  After the first iteration a warning says
+    if ``rmatvec`` is not the adjoint of ``matvec``, as far as one product of both shows it.
 
     A rank keeps its rows of A, one vector of rows, and four of unknowns, five with `calc_var`.  Of sparse rows it has a
     scaled copy of the elements, 8 bytes each, and of those of an array their columns, 4 bytes each.  An iteration makes
@@ -414,7 +420,7 @@ def _matrix(A: Any, rows: int, unknowns: Unknowns | None) -> Any:
                 "A must be an array, a sparse matrix, an operator with shape, matvec and rmatvec, or (matvec, rmatvec)"
             )
     if is_operator(A):
-        _check_shape_of_operator(A)
+        check_shape(A)
     if getattr(getattr(A, "dtype", None), "kind", "f") == "c":
         raise TypeError("A is complex, and the unknowns are real numbers; give real and imaginary parts apart")
     shape = tuple(A.shape)
@@ -430,17 +436,6 @@ def _matrix(A: Any, rows: int, unknowns: Unknowns | None) -> Any:
         if shape[1] != unknowns.given_size:
             raise ValueError(f"A has {shape[1]} columns, but x0 has {unknowns.given_size} elements")
     return np.ascontiguousarray(A, np.float64) if isinstance(A, np.ndarray) else A
-
-
-def _check_shape_of_operator(A: Any) -> None:
-    """TypeError unless an operator has a shape of whole numbers."""
-    shape = getattr(A, "shape", None)
-    try:
-        found = [isinstance(each, int | np.integer) for each in shape]  # type: ignore[union-attr]
-    except TypeError:
-        found = [False]
-    if not all(found):
-        raise TypeError(f"A is an operator whose shape is {shown(shape)}; give it (rows, columns), two whole numbers")
 
 
 def _tolerances(atol: Any, btol: Any, conlim: Any, iter_lim: Any, columns: int) -> Tolerances:
@@ -471,6 +466,8 @@ def _run(
         while istop is None:
             method.step()
             found = method.progress
+            if found.itn == 1 and not method.fits and world.rank == 0:
+                log.warn(_WRONG_ADJOINT)
             istop = reason_to_stop(found, method.bnorm, limits)
             if shows:
                 print(

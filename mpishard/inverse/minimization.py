@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from mpishard.arguments import integer, shown
+from mpishard.arguments import shown
 from mpishard.inverse.finite_differences import FiniteDifferences
-from mpishard.inverse.functions import TERMS, Callback, Functions, opening
+from mpishard.inverse.functions import Callback, Functions, opening
 from mpishard.inverse.l1 import l1_option
-from mpishard.inverse.loop import files_given, run_loop
+from mpishard.inverse.loop import ElasticArguments, elastic_options, files_given, run_loop
 from mpishard.inverse.multipliers import augmented_lagrangian
 from mpishard.inverse.result import (
     LoopOptions,
@@ -21,7 +21,7 @@ from mpishard.inverse.result import (
 )
 from mpishard.inverse.reverse_communication import ReverseCommunication
 from mpishard.inverse.scipy_constraints import ScipyConstraints
-from mpishard.inverse.unknowns import Unknowns
+from mpishard.inverse.unknowns import Unknowns, copy_of_point
 from mpishard.minimizers.method import Method
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Array = Any
 _OTHER_METHODS = "slsqp", "trust-constr", "cobyla", "cobyqa"  # of SciPy, which take constraints
-_ELASTIC_OPTIONS = ("min_workers", "max_workers", "folder", "discover", "failure_timeout", "respawn", "rebuild")
+_NEWTON = "newton-cg", "trust-ncg"
 
 
 def minimize(
@@ -106,12 +106,13 @@ def minimize(
         outside of its bounds is moved to the nearest bound, and a message says so.
     constraints : optional
         ``scipy.optimize.NonlinearConstraint`` or ``LinearConstraint``, a dictionary as SciPy's with ``type``, ``fun``,
-        ``jac`` and ``args``, or a list of these: with them `augmented_lagrangian` minimises by ``"L-BFGS-B"`` (or
-        ``"CG"``), and the result is its own.  `tol` sets ``gtol`` and ``ctol``, the tolerance of the constraints, which
-        are options then, and ``maxiter`` counts minimisations.  ``jac`` of a constraint returns an array, a sparse
-        matrix or an operator with ``shape``, ``matvec`` and ``rmatvec``; ``"2-point"``, ``"3-point"`` and ``"cs"``
-        call ``fun`` for each unknown, on each rank, inside of the bounds.  Its ``hess`` and ``keep_feasible=False``
-        have no use.  With ``reduction="sum"`` each rank gives constraints of its own, at least one.
+        ``jac`` and ``args``, or a list of these: with them `augmented_lagrangian` minimises, and the result is its own.
+        `tol` sets ``gtol`` and ``ctol``, the tolerance of the constraints, which are options then, and ``maxiter``
+        counts minimisations.  ``jac`` of a constraint returns an array, a sparse matrix or an operator with ``shape``,
+        ``matvec`` and ``rmatvec``; ``"2-point"``, ``"3-point"`` and ``"cs"`` call ``fun`` for each unknown, on each
+        rank, inside of the bounds.  The Newton methods need ``hess(x, v)`` of a NonlinearConstraint, the Hessian of v
+        times its functions, in a form of `hess`, and `hess` or `hessp` of `fun`.  ``keep_feasible`` must be False.
+        With ``reduction="sum"`` each rank gives constraints of its own, at least one.
     tol : float, optional
         Sets the tolerances of the method that SciPy sets by it.
     callback : callable, optional
@@ -187,10 +188,11 @@ def minimize(
     array([0.5, 0. , 0. ])
     """
     if not (constraints is None or (isinstance(constraints, tuple | list | dict) and not constraints)):
-        loop_options = {"elastic": elastic, "samples": samples}
+        second = {"hess": hess, "hessp": hessp}
         files = {"checkpoints": checkpoints, "resume": resume, "record": record}
         further = {"jac": jac, "bounds": bounds, "callback": callback, "mesh": mesh, "reduction": reduction, **files}
-        return _constrained(fun, x0, args, method, constraints, tol, options, loop_options, {**further, **elements})
+        further |= {"elastic": elastic, **elements}
+        return _constrained(fun, x0, args, method, constraints, tol, options, second, samples, further)
     with opening(mesh, "minimize") as same:
         same["constraints"] = False
         extra = dict(elements)
@@ -241,10 +243,14 @@ def _constrained(
     constraints: Any,
     tol: float | None,
     options: Any,
-    elastic: Mapping[str, Any],
+    second: Mapping[str, Any],
+    samples: int | None,
     further: Mapping[str, Any],
 ) -> OptimizeResult:
-    """Minimise under SciPy's constraints by `augmented_lagrangian`, to which `further` arguments go.  Collective."""
+    """Minimise under SciPy's constraints by `augmented_lagrangian`, to which `further` arguments go.  Collective.
+
+    `second` are the second derivatives of `fun`.
+    """
     with opening(further["mesh"], "minimize") as same:
         same["constraints"] = True
         name = "L-BFGS-B" if method is None else method
@@ -253,20 +259,13 @@ def _constrained(
                 f"there is no method {name!r}: with constraints leave method= out, and an augmented Lagrangian with "
                 "'L-BFGS-B' meets them"
             )
-        if name in ("Newton-CG", "trust-ncg"):
-            raise ValueError(
-                f"method={name!r} with constraints needs products with the Hessian of the Lagrangian: call "
-                "mpishard.augmented_lagrangian with hessp= and forward="
-            )
         if isinstance(further["jac"], str):
             raise ValueError(
                 f"jac={further['jac']!r} is for a function without constraints: with them give jac=True if fun returns "
                 "(value, gradient), or jac=function; the jac of a constraint may be '2-point' or '3-point'"
             )
-        if getattr(getattr(fun, TERMS, None), "l1", ()):
-            raise ValueError("minimize takes L1 terms or constraints=, not both: take a smooth term, or bounds=")
-        if elastic["elastic"] or elastic["samples"] is not None:
-            raise ValueError("constraints= are for ranks that stay: leave elastic= and samples= out")
+        if samples is not None:
+            raise ValueError("constraints= are for a fun of all samples: leave samples= out")
         if not (options is None or isinstance(options, Mapping)):
             raise TypeError(f"options={shown(options)} must be a dictionary of names and values")
         given = dict(options or {})
@@ -276,9 +275,35 @@ def _constrained(
             own["maxiter"] = count_of(own["maxiter"])
         unknowns = Unknowns(x0)
         found = ScipyConstraints(constraints, unknowns, further["bounds"])
+        is_newton = name.lower() in _NEWTON if isinstance(name, str) else getattr(name, "needs_products", False)
+        products = (
+            _products_of_lagrangian(fun, args, shown(name), second, further, found, unknowns) if is_newton else {}
+        )
     limits = {"lower": found.lower, "upper": found.upper}
-    arguments = {"args": args, "method": name, "options": given, **limits, **own, **further}
+    arguments = {"args": args, "method": name, "options": given, **limits, **own, **products, **further}
     return augmented_lagrangian(fun, unknowns, found.function, found.adjoint, **arguments)
+
+
+def _products_of_lagrangian(
+    fun: Any,
+    args: Any,
+    method: str,
+    second: Mapping[str, Any],
+    further: Mapping[str, Any],
+    constraints: ScipyConstraints,
+    unknowns: Unknowns,
+) -> dict[str, Callable[..., Any]]:
+    """`hessp` and `forward` of `augmented_lagrangian`; ValueError without second derivatives."""
+    if second["hess"] is None and second["hessp"] is None:
+        raise ValueError(f"method={method} needs products with the Hessian of fun: give hessp= or hess=")
+    constraints.expect_hessians(method)
+    functions = Functions(fun, further["jac"], second["hessp"], args, second["hess"])
+
+    def hessp(x: Any, direction: Any, y: Any, *args: Any) -> Any:
+        product = unknowns.vector("the Hessian product", functions.product(copy_of_point(x), direction))
+        return unknowns.like_x0(product - constraints.hessian_product(x, direction, y))
+
+    return {"hessp": hessp, "forward": constraints.forward}
 
 
 def _check_differences(functions: Functions, unknowns: Unknowns, is_elastic: bool, mesh: Mesh | None) -> None:
@@ -305,44 +330,6 @@ def _check_more_results(loop: LoopOptions, method: Method, is_elastic: bool) -> 
         from mpishard.minimizers.inverses import expect_inverse  # with the methods: only for those who ask
 
         expect_inverse(method)
-
-
-class ElasticArguments(NamedTuple):
-    """The further arguments of an elastic run; `options` are those of `ElasticOptimizer`."""
-
-    options: dict[str, Any]
-    samples: int | None
-
-
-def elastic_options(
-    elastic: Any, samples: Any, reduction: Any, mesh: Any, unknowns: Unknowns
-) -> ElasticArguments | None:
-    """Check the arguments of `minimize` that make a run elastic; None for a run that is not.
-
-    Raises TypeError or ValueError if arguments are invalid or do not fit together.
-    """
-    if not isinstance(elastic, bool | Mapping):
-        raise TypeError(f"elastic={shown(elastic)} must be True, or a dictionary of options of ElasticOptimizer")
-    if elastic is False:
-        if samples is not None:
-            raise ValueError(
-                "samples= deals the samples out to ranks that come and go, and needs elastic=True; on ranks that stay, "
-                "let fun return the part of its rank, to minimize with reduction='sum'"
-            )
-        return None
-    options = {} if elastic is True else dict(elastic)
-    unknown = [name for name in options if name not in _ELASTIC_OPTIONS]
-    if unknown:
-        raise ValueError(f"elastic= has no option {unknown[0]!r}; its options are {', '.join(_ELASTIC_OPTIONS)}")
-    if mesh is None:
-        raise ValueError("elastic= is for ranks that come and go; give mesh=mpishard.Mesh()")
-    if reduction is not None and not (unknowns.has_fields and reduction == "sum" and samples is not None):
-        more = ", or with a Partition as x0 both" * (reduction == "sum")
-        raise ValueError(
-            f"reduction={shown(reduction)} is for ranks that stay, each with its own part; with elastic= give "
-            f"samples=N and fun(x, samples){more}, and the samples of a rank that dies go to the others"
-        )
-    return ElasticArguments(options, None if samples is None else integer("samples", samples, least=1))
 
 
 def solve(

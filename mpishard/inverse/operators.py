@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpishard.arguments import shown
 from mpishard.backend import sparse_rows
 from mpishard.backend.sparse_rows import SparseRows
 from mpishard.comm.errors import OneRank, raised_on_all
@@ -23,6 +24,17 @@ Array = Any
 def is_operator(given: Any) -> bool:
     """Return True for an object with products, whose elements are not asked for."""
     return hasattr(given, "rmatvec") and hasattr(given, "matvec")
+
+
+def check_shape(operator: Any) -> None:
+    """TypeError unless an operator has a shape of whole numbers."""
+    shape = getattr(operator, "shape", None)
+    try:
+        found = [isinstance(each, int | np.integer) for each in shape]  # type: ignore[union-attr]
+    except TypeError:
+        found = [False]
+    if not all(found):
+        raise TypeError(f"A is an operator whose shape is {shown(shape)}; give it (rows, columns), two whole numbers")
 
 
 class OwnRows:

@@ -382,11 +382,6 @@ class _Linearized:
         self.of_gradient, self.of_hessian = loss.weights(f)
 
 
-def adjoint_product(jacobian: Any, v: Array) -> Array:
-    """The adjoint of a Jacobian, as `ResidualFunctions.jacobian` returns it, times a vector."""
-    return summed(*OwnRows(jacobian, "the Jacobian").adjoint_terms(v), OneRank())
-
-
 class GaussNewtonFunctions:
     """The cost with its gradient, and products with the Gauss-Newton matrix. Collective over the ranks of `world`.
 

@@ -10,7 +10,10 @@ import numpy as np
 
 from mpishard.arguments import shown
 from mpishard.backend.sparse_rows import SparseRows
-from mpishard.inverse.residuals import ResidualFunctions, adjoint_product
+from mpishard.comm.errors import OneRank
+from mpishard.inverse.functions import Hessian
+from mpishard.inverse.operators import OwnRows, summed
+from mpishard.inverse.residuals import ResidualFunctions
 from mpishard.inverse.unknowns import Unknowns, has_names
 from mpishard.minimizers.elements import whole_bounds
 
@@ -35,6 +38,7 @@ class ScipyConstraints:
         self._constraints = [_constraint(each, unknowns, bounds) for each in (given if several else [given])]
         self._unknowns = unknowns
         self._sizes = [0] * len(self._constraints)  # at the last point
+        self._jacobians: tuple[bytes, list[OwnRows]] = b"", []  # at the last point where they were wanted
 
     def function(self, x: Any, *args: Any) -> np.ndarray:
         """All constraints at a point; `args` are those of the function that is minimised."""
@@ -45,13 +49,56 @@ class ScipyConstraints:
 
     def adjoint(self, x: Any, v: np.ndarray, *args: Any) -> Any:
         """The adjoint of their Jacobian at a point times v."""
-        point, total = self._point(x), np.zeros(self._unknowns.given_size)
-        parts = np.split(v, np.cumsum(self._sizes)[:-1])
-        for each, part in zip(self._constraints, parts, strict=True):
-            needs_values = not callable(each.jac)  # for differences
-            values = each.functions.residuals(point) if needs_values else part
-            total += adjoint_product(each.functions.jacobian(point, values), part)
+        total = np.zeros(self._unknowns.given_size)
+        for jacobian, part in zip(self._jacobians_at(x), self._parts(v), strict=True):
+            total += summed(*jacobian.adjoint_terms(part), OneRank())
         return self._unknowns.like_x0(total)
+
+    def forward(self, x: Any, direction: Any, *args: Any) -> np.ndarray:
+        """Their Jacobian at a point times a direction."""
+        along = self._unknowns.vector("the direction", direction)
+        return np.concatenate([each.times(along) for each in self._jacobians_at(x)])
+
+    def hessian_product(self, x: Any, direction: Any, v: np.ndarray) -> Array:
+        """The Hessian of v times the constraints at a point, times a direction, flat."""
+        total = np.zeros(self._unknowns.given_size)
+        for each, part in zip(self._constraints, self._parts(v), strict=True):
+            if each.hess is not None:
+                product = each.hess.product(x, direction, part)
+                total += self._unknowns.vector(f"the product of hess of {each.name}", product)
+        return total
+
+    def expect_hessians(self, method: str) -> None:
+        """Raise ValueError if there are no products with the Hessian of each constraint."""
+        if self._unknowns.is_split:
+            raise ValueError(
+                f"method={method} with SciPy's constraints needs all elements of x0, which is split over ranks: call "
+                "mpishard.augmented_lagrangian with hessp= and forward= of this rank's part"
+            )
+        for each in self._constraints:
+            if each.hess is None and not each.is_linear:
+                raise ValueError(
+                    f"method={method} needs the Hessian of each constraint, and {each.name} has none: give "
+                    "NonlinearConstraint(..., hess=function), where hess(x, v) is that of v times the constraints; "
+                    "'L-BFGS-B' does without"
+                )
+
+    def _jacobians_at(self, x: Any) -> list[OwnRows]:
+        point = self._point(x)
+        key = (point.flat if has_names(point) else point).tobytes()
+        # Where each rank has its part of the point, all call `jac` together, whichever parts have changed.
+        if key != self._jacobians[0] or self._unknowns.is_split:
+            found = []
+            for each, size in zip(self._constraints, self._sizes, strict=True):
+                # Differences need the values, functions their number.
+                values = np.empty(size) if callable(each.jac) else each.functions.residuals(point)
+                found.append(OwnRows(each.functions.jacobian(point, values), "the Jacobian"))
+            self._jacobians = key, found
+        return self._jacobians[1]
+
+    def _parts(self, v: np.ndarray) -> list[np.ndarray]:
+        """The part of each constraint."""
+        return np.split(v, np.cumsum(self._sizes)[:-1])
 
     def lower(self) -> np.ndarray:
         """The lower limits, as many as the constraints at the last point."""
@@ -78,7 +125,16 @@ class _Constraint:
     """One constraint of SciPy's: its functions and its limits, and its name for messages."""
 
     def __init__(
-        self, name: str, fun: Any, jac: Any, args: Any, limits: tuple[Any, Any], unknowns: Unknowns, bounds: Any
+        self,
+        name: str,
+        fun: Any,
+        jac: Any,
+        args: Any,
+        limits: tuple[Any, Any],
+        unknowns: Unknowns,
+        bounds: Any,
+        hess: Any = None,
+        is_linear: bool = False,
     ) -> None:
         if not callable(fun):
             raise TypeError(f"{name}: fun={shown(fun)} must be a function that returns the constraints")
@@ -87,7 +143,9 @@ class _Constraint:
                 f"{name}: jac={shown(jac)} takes finite differences of a whole x0 without names; give jac=function, "
                 "which returns the Jacobian, or an operator with rmatvec"
             )
-        self.name, self.jac = name, jac
+        self.name, self.jac, self.is_linear = name, jac, is_linear
+        # SciPy's default, a strategy of updates, is for its own methods.
+        self.hess = Hessian(hess, ()) if callable(hess) else None
         self.lower, self.upper = limits
         room = _room(unknowns, None if callable(jac) else bounds)
         self.functions = ResidualFunctions(fun, jac, args, None, None, *room, unknowns, of="constraints")
@@ -129,7 +187,7 @@ def _constraint(given: Any, unknowns: Unknowns, bounds: Any) -> _Constraint:
         )
     limits = given.lb, given.ub
     if hasattr(given, "fun"):
-        return _Constraint(name, given.fun, given.jac, (), limits, unknowns, bounds)
+        return _Constraint(name, given.fun, given.jac, (), limits, unknowns, bounds, getattr(given, "hess", None))
     matrix = given.A if hasattr(given.A, "tocsr") else np.atleast_2d(np.asarray(given.A, np.float64))
     if matrix.shape[1] != unknowns.given_size:
         raise ValueError(
@@ -141,4 +199,4 @@ def _constraint(given: Any, unknowns: Unknowns, bounds: Any) -> _Constraint:
         flat = x.flat if has_names(x) else unknowns.vector("x", x)
         return rows.times(np.ascontiguousarray(flat, np.float64))
 
-    return _Constraint(name, values, lambda x: matrix, (), limits, unknowns, None)
+    return _Constraint(name, values, lambda x: matrix, (), limits, unknowns, None, is_linear=True)

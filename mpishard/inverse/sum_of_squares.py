@@ -16,8 +16,8 @@ from mpishard.arguments import integer, mapping, number, shown
 from mpishard.comm.errors import OneRank
 from mpishard.inverse.finite_differences import Sparsity
 from mpishard.inverse.functions import Callback, Functions, Watch, opening, world_of
-from mpishard.inverse.loop import files_given
-from mpishard.inverse.minimization import ElasticArguments, elastic_options, solve
+from mpishard.inverse.loop import ElasticArguments, elastic_options, files_given
+from mpishard.inverse.minimization import solve
 from mpishard.inverse.residuals import GaussNewtonFunctions, Loss, ResidualFunctions, Rows
 from mpishard.inverse.result import LoopOptions, OptimizeResult, count_of, pair_of_bounds
 from mpishard.inverse.unknowns import Unknowns

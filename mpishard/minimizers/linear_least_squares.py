@@ -26,6 +26,7 @@ Array = np.ndarray
 # The reasons for which a method has ended: SciPy's numbers.
 ZERO, RESIDUAL, GRADIENT, CONDITION, LIMIT = 0, 1, 2, 3, 7
 _SAME_ROWS = 1e-5  # a product with rows in the order of a checkpoint differs by less, also one in float32
+_ROUGHLY = 1e-4  # how far products with A and with its adjoint, also those in float32, differ at most
 _TO_ROUNDING = 3  # is added to the numbers of tests that hold to the last digit
 
 
@@ -110,6 +111,7 @@ class LinearMethod(ABC):
         self.variances: Array | None = np.zeros(matrix.unknowns.size) if calc_var else None  # the diagonal of inv(A'A)
         self._start = (0.0, 0.0, 0.0)  # the norms of b, and at the start of the residual and the gradient
         self._order = (0.0, 0.0)  # a sum over the rows that depends on their order, and how large it may be
+        self.fits = True  # A' is the adjoint of A, as far as the first iteration has seen
 
     @abstractmethod
     def iterate(self) -> Array:
@@ -159,6 +161,11 @@ class LinearMethod(ABC):
                 "saved, rank after rank: runs of consecutive rows have one on any ranks; or resume=False"
             )
         self.progress = LinearProgress(**numbers["progress"])
+
+    def _compare_adjoint(self, product: Array, r: Array, expected: float) -> None:
+        """Compare r'(A v), of the `product` A v, with (A'r)'v, which is `expected`; to the digits of float32."""
+        found, *squares = self.matrix.rows.measured_dots((product, r), (product, product), (r, r))
+        self.fits = not abs(found - expected) > _ROUGHLY * max(math.sqrt(squares[0] * squares[1]), abs(expected))
 
     def _residual(self, b: Array, start: Array | None) -> tuple[Array, float, float]:
         """The residual at the start, in the memory of b, with its norm and largest element."""
@@ -248,7 +255,10 @@ class LSQR(LinearMethod):
     def step(self) -> None:
         rows, unknowns, damp = self.matrix.rows, self.matrix.unknowns, self.damp
         old, before = self._state, self.progress
-        formulas.follow(self.u, self.matrix.times(self.v), -old.alpha)
+        product = self.matrix.times(self.v)
+        if not before.itn:
+            self._compare_adjoint(product, self.u, old.alpha)
+        formulas.follow(self.u, product, -old.alpha)
         beta, top = _norm(rows, self.u, f"a product with A in iteration {before.itn + 1}")
         alpha = old.alpha
         anorm = math.sqrt(before.anorm * before.anorm + alpha * alpha + beta * beta + damp * damp)
@@ -362,6 +372,8 @@ class CGLS(LinearMethod):
         product = self.matrix.times(self.direction)
         norm, _ = _norm(rows, product, f"a product with A in iteration {before.itn + 1}")
         direction_square, square = self._cg.state.direction_square, self._cg.state.residual_square
+        if not before.itn:
+            self._compare_adjoint(product, self.r, square)
         curvature = norm * norm + damp * damp * direction_square
         length = self._cg.tell_curvature(curvature)
         if length is None:

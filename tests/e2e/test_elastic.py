@@ -274,6 +274,66 @@ with mpishard.Mesh() as mesh:
     assert report.read_text() == "[True, True, True]\n[True, True]\n", output
 
 
+def test_augmented_lagrangian_goes_on_with_the_same_bits(tmp_path):
+    """Ranks are shot within an evaluation of a later minimisation, after a correction, and within a product."""
+    script = """
+import os, signal, sys
+import numpy as np
+from mpi4py import MPI
+import mpishard
+
+rows = np.random.default_rng(5).standard_normal((40, 21))
+targets = rows @ np.linspace(-2, 2, 21)
+minimizations, deadly = 0, ("nowhere", 0, 0)
+
+def shoot(where):
+    if (where, MPI.COMM_WORLD.rank) == deadly[:2] and minimizations >= deadly[2]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def misfit(x):
+    shoot("evaluation")
+    residual = rows @ x - targets
+    return 0.5 * residual @ residual, rows.T @ residual
+
+def hessp(x, direction, y):
+    shoot("product")
+    found = rows.T @ (rows @ direction)
+    found[:20] -= 2 * y[0] * direction[:20]
+    return found
+
+def callback(intermediate_result):
+    global minimizations
+    minimizations = intermediate_result.nit
+    shoot("callback")
+
+def minimized(mesh, more):
+    found = mpishard.augmented_lagrangian(
+        misfit, np.ones(21), lambda x: [x[:20] @ x[:20] - 9, x.sum() - 1],
+        lambda x, v: np.append(2 * v[0] * x[:20], 0) + v[1], lower=[-np.inf, 0], bounds=(-1.5, 1.25),
+        callback=callback, mesh=mesh, elastic={"respawn": False}, **more)
+    assert found.success and found.nit > 4, found
+    arrays = found.x, found.constr, found.multipliers, found.lagrangian_grad
+    return *(each.tobytes() for each in arrays), found.fun, found.nfev, found.nit, found.message
+
+newton = {"method": "trust-ncg", "hessp": hessp, "forward": lambda x, d: [2 * x[:20] @ d[:20], d.sum()]}
+cases = [({}, ("evaluation", 1, 2)), ({}, ("callback", 0, 3)), (newton, ("product", 2, 1))]
+with mpishard.Mesh(MPI.COMM_SELF) as alone:
+    expected = [minimized(alone, more) for more, _ in cases]
+with mpishard.Mesh() as mesh:
+    for (more, deadly), undisturbed in zip(cases, expected, strict=True):
+        minimizations = 0
+        same = mesh.world.allgather_object(minimized(mesh, more) == undisturbed)
+        if mesh.rank == 0:
+            with open(sys.argv[1], "a") as file:
+                print(same, file=file)
+"""
+    report = tmp_path / "report"
+    words = [*LAUNCH, "-n", "4", sys.executable, "-c", script, str(report)]
+    output, _ = faults.execute(words, 240, lambda: report.exists() and len(report.read_text().splitlines()) == 3)
+    assert report.exists(), output
+    assert report.read_text() == "".join(f"{[True] * left}\n" for left in (3, 2, 1)), output
+
+
 def test_laplace_goes_on_with_the_same_bits(tmp_path):
     """A rank is shot within a product of the first pass, and one within a product of the second."""
     script = """

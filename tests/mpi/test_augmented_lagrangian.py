@@ -63,6 +63,33 @@ def test_it_continues_with_the_same_bits(mesh, alone, folder, every, most):
     assert run(gtol=1e-9)[0].nit > alone.nit
 
 
+@pytest.mark.quick
+def test_elastic_runs_have_the_bits_of_one_process(mesh, alone, folder, same_on_all):
+    def run(every=50, **given):
+        with mpishard.Checkpoints(folder, mesh, every=every) as checkpoints:
+            elastic = {"max_workers": max(1, mesh.size - 1)}
+            return solved(mesh=mesh, checkpoints=checkpoints, resume=True, elastic=elastic, **given)[0]
+
+    def second(intermediate_result):
+        seen.append(intermediate_result)
+        return intermediate_result.nit == 2
+
+    seen = []
+    stopped = run(callback=second)
+    mine, seen = seen, []
+    expected, _ = solved(callback=second)
+    assert all(np.array_equal(stopped[name], expected[name]) for name in NAMES)
+    assert [each.nit for each in mine] in ([1, 2], [])  # a spare sees none
+    for each, other in zip(mine, seen, strict=False):
+        assert all(np.array_equal(each[name], other[name]) for name in other)
+    found = run(every=7)
+    assert all(np.array_equal(found[name], alone[name]) for name in NAMES) and same_on_all(found.multipliers)
+    again = run()  # it has ended
+    assert all(np.array_equal(again[name], alone[name]) for name in NAMES)
+    tighter = run(gtol=1e-9)
+    assert tighter.nit > alone.nit and tighter.optimality <= 1e-9
+
+
 def test_checkpoints_of_others_are_refused(mesh, folder):
     with mpishard.Checkpoints(folder, mesh) as checkpoints:
         given = {"mesh": mesh, "checkpoints": checkpoints, "resume": True}
@@ -134,8 +161,10 @@ def test_limits_of_parts(mesh, same_on_all, folder):
 def test_scipys_constraints_have_the_bits_of_one_process(mesh, alone):
     constraints = {"type": "ineq", "fun": PROBLEM.constraints, "jac": PROBLEM.jacobian}
     given = {"bounds": (None, 1.5), "constraints": constraints}
-    expected, found = (
-        minimize(PROBLEM.value_and_gradient, PROBLEM.x0, **given, **each) for each in ({}, {"mesh": mesh})
+    expected, *others = (
+        minimize(PROBLEM.value_and_gradient, PROBLEM.x0, **given, **each)
+        for each in ({}, {"mesh": mesh}, {"mesh": mesh, "elastic": True})
     )
-    assert all(np.array_equal(found[name], expected[name]) for name in NAMES)
-    assert np.allclose(found.x, alone.x, atol=1e-5)
+    for found in others:
+        assert all(np.array_equal(found[name], expected[name]) for name in NAMES)
+    assert np.allclose(expected.x, alone.x, atol=1e-5)

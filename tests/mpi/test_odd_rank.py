@@ -389,6 +389,7 @@ TABLE = [
         {"reduction": "sum"},
         {"multipliers": [0.0]},
         {"upper": -1.0},
+        {"elastic": True},
         {"checkpoints": CHECKPOINTS},
         {"record": RECORD},
     ),

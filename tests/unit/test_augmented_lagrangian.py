@@ -145,6 +145,8 @@ def test_a_minimum_without_multipliers_is_met_as_far_as_the_tolerance_says():
     result = solved(PROBLEMS[13])
     assert result.success and result.constr_violation <= 1e-6 and abs(result.multipliers[0]) > 1000
     assert result.fun == pytest.approx(1.0, abs=0.021)
+    assert "the multipliers still grow, the largest from 3.79e+03 to 9.55e+03" in result.message
+    assert "grow" not in solved(PROBLEMS[14]).message and "grow" not in solved(PROBLEMS[39], penalty=1e8).message
 
 
 def test_the_answers_are_those_of_slsqp():
@@ -241,6 +243,45 @@ def test_the_end_is_said():
     assert (stopped.status, stopped.nit) == (99, 2) and seen[0].x.shape == (2,) and seen[1].nit == 2
 
 
+def test_l1_terms_and_constraints():
+    """The minimum is a soft threshold, moved by the multiplier that makes the sum of the unknowns what it shall be."""
+    wanted, weight = np.linspace(-2, 3, 21), 0.75
+
+    def threshold(y):
+        return np.sign(wanted + y) * np.maximum(abs(wanted + y) - weight, 0)
+
+    low, high = -10.0, 10.0
+    while high - low > 1e-13:
+        low, high = ((low + high) / 2, high) if threshold((low + high) / 2).sum() < 12 else (low, (low + high) / 2)
+    x = threshold(low)
+    smooth = lambda x: (0.5 * ((x - wanted) ** 2).sum(), x - wanted)  # noqa: E731
+    given = {"x0": np.zeros(21), "constraints": lambda x: x.sum(), "adjoint": lambda x, v: np.full(21, v[0])}
+    given |= {"lower": 12, "upper": math.inf, "gtol": 1e-8, "ctol": 1e-8}
+    term = augmented_lagrangian(mpishard.regularized(smooth, mpishard.L1(weight)), **given)
+    option = augmented_lagrangian(smooth, method=mpishard.LBFGSB(l1=(weight, None), ftol=0), **given)
+    for found in (term, option):
+        assert found.success and np.allclose(found.x, x, atol=1e-7) and np.array_equal(found.x == 0, x == 0)
+        assert found.multipliers[0] == pytest.approx(low, abs=1e-6) and found.at_reference == (x == 0).sum() > 3
+        assert found.fun == pytest.approx(smooth(x)[0] + weight * abs(x).sum(), rel=1e-9)
+    assert np.array_equal(term.x, option.x)
+
+
+@pytest.mark.parametrize(("start", "words"), [(-1.0, "failed: constraint 1 is nan ("), (0.5, "1 is nan, also after")])
+def test_a_constraint_that_is_no_number_is_named(start, words):
+    """A root, which no shorter step finds where the second evaluation is the first with a NaN for all that follow."""
+    calls = []
+
+    def constraints(x):
+        calls.append(x)
+        root = math.nan if x[0] < 0 or len(calls) > 1 else math.sqrt(x[0])
+        return [x[0] - 3, root]
+
+    found = augmented_lagrangian(
+        lambda x: (x @ x, 2 * x), [start], constraints, lambda x, v: np.array([v[0] + v[1]]), upper=math.inf
+    )
+    assert found.status == 2 and words in found.message and "gradient" not in found.message.split("(")[0]
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -262,7 +303,8 @@ def test_the_end_is_said():
         ({"hessp": 3}, TypeError, "hessp=3"),
         ({"options": {"gtol": 1}}, ValueError, "gtol="),
         ({"reduction": "sum"}, ValueError, "for a mesh; give mesh="),
-        ({"elastic": True}, TypeError, "takes no elastic="),
+        ({"elastic": True}, ValueError, "elastic= .*give mesh="),
+        ({"samples": 3}, TypeError, "takes no samples="),
         ({"resume": True}, ValueError, "checkpoints, resume and record .*mesh="),
         ({"tol": 1}, TypeError, "augmented_lagrangian .*'tol'"),
     ],

@@ -314,7 +314,6 @@ def run(term: L1 | list[L1], x0: Any = ZEROS, **given: Any) -> Any:
         (lambda: regularized(squares, L1(1.0))(ZEROS, np.arange(3), ZEROS), "L1 term.*mpishard.minimize"),
         (lambda: mpishard.least_squares(regularized(squares, L1(1.0)), ZEROS), "regularized.*minimize"),
         (lambda: mpishard.augmented_lagrangian(regularized(squares, L1(1.0)), ZEROS, squares, squares), "no L1 term"),
-        (lambda: run(L1(1.0), constraints={"type": "eq", "fun": sum}), "L1 terms or constraints=, not both"),
         (lambda: regularized(squares, [L1(1.0), 3]), "3"),
     ],
 )

@@ -263,6 +263,14 @@ def test_a_wrong_adjoint_is_named():
         mpishard.cgls((lambda v: np.zeros(40), lambda u: u), WIDE_B, x0=np.zeros(40))
 
 
+@both()
+def test_a_wrong_adjoint_is_named_after_the_first_iteration(solver, capsys):
+    scaled, single = 1.001 * TALL, TALL.astype(np.float32)
+    for adjoint, warns in ((TALL[::-1].T, True), (scaled.T, True), (single.T, False)):
+        found = solver((lambda v: TALL @ v, lambda u, adjoint=adjoint: adjoint @ u), B, x0=ONES, iter_lim=20)
+        assert found.itn > 1 and ("check_adjoint" in capsys.readouterr().err) == warns
+
+
 def test_without_a_mesh_it_uses_no_mpi():
     code = """
 import sys

@@ -19,9 +19,9 @@ def linear(matrix, lower, upper):
     return SimpleNamespace(A=matrix, lb=lower, ub=upper, keep_feasible=False)
 
 
-def nonlinear(fun, lower, upper, jac="2-point"):
+def nonlinear(fun, lower, upper, jac="2-point", **more):
     """As scipy.optimize.NonlinearConstraint."""
-    return SimpleNamespace(fun=fun, lb=lower, ub=upper, jac=jac, keep_feasible=False)
+    return SimpleNamespace(fun=fun, lb=lower, ub=upper, jac=jac, keep_feasible=False, **more)
 
 
 def sparse(matrix):
@@ -56,6 +56,36 @@ def test_jacobians_in_all_forms(jac, method):
     )
     assert result.success and result.fun == pytest.approx(PROBLEM.minimum, abs=1e-5)
     assert result.constr_violation <= 1e-6 and result.optimality <= 1e-6
+
+
+def curvature(gradient, x):
+    """A Hessian, by central differences of a gradient."""
+    moves = 1e-5 * np.eye(x.size)
+    return np.stack([(gradient(x + move) - gradient(x - move)) / 2e-5 for move in moves])
+
+
+@pytest.mark.parametrize("form", [np.asarray, sparse, operator])
+def test_newton_methods_take_the_hessians_of_constraints(form):
+    def fun_hess(x):
+        return form(curvature(lambda x: PROBLEM.value_and_gradient(x)[1], x))
+
+    def hess(x, v):
+        return form(curvature(lambda x: PROBLEM.adjoint(x, v), x))
+
+    calls = []
+
+    def jac(x):
+        calls.append(x.tobytes())
+        return form(PROBLEM.jacobian(x))
+
+    # The first two unknowns are at most 6 together, which holds anyway.
+    constraints = [nonlinear(PROBLEM.constraints, 0.0, PROBLEM.upper, jac, hess=hess), linear([[1, 1, 0, 0]], -9, 6)]
+    given = {"bounds": PROBLEM.pairs, "constraints": constraints, "tol": 1e-6}
+    found = minimize(PROBLEM.value_and_gradient, PROBLEM.x0, method="trust-ncg", hess=fun_hess, **given)
+    assert found.success and found.fun == pytest.approx(PROBLEM.minimum, abs=1e-5) and found.nhev > found.nfev
+    assert len(calls) <= 2 * found.nfev  # and not once a product
+    other = minimize(PROBLEM.value_and_gradient, PROBLEM.x0, **given)
+    assert found.nfev < other.nfev and np.allclose(found.multipliers, other.multipliers, atol=1e-4)
 
 
 def test_dictionaries_and_what_scipy_makes_of_them():
@@ -157,7 +187,9 @@ ROUND = nonlinear(lambda x: x @ x, 1, 2, lambda x: 2 * x)
         ),
         ({"method": "SLSQP"}, ValueError, "'SLSQP': .*leave method= out"),
         ({"method": "trust-constr"}, ValueError, "'trust-constr'"),
-        ({"method": "trust-ncg"}, ValueError, "augmented_lagrangian with hessp= and forward="),
+        ({"method": "trust-ncg"}, ValueError, "Hessian of fun: give hessp= or hess="),
+        ({"method": mpishard.TruncatedNewton()}, ValueError, "Hessian of fun"),
+        ({"method": "Newton-CG", "hess": np.eye}, ValueError, "SimpleNamespace has none: give .*hess="),
         ({"jac": "2-point"}, ValueError, "jac='2-point' is for a function without constraints"),
         ({"options": 3}, TypeError, "options=3"),
         ({"options": {"eps": 1}}, ValueError, "no option 'eps'"),
