@@ -304,8 +304,9 @@ def _encoded(value: Any) -> Any:
         return {"array" if isinstance(value, np.ndarray) else "scalar": [value.dtype.str, list(value.shape), content]}
     if type(value) in (list, tuple):
         return {type(value).__name__: [_encoded(each) for each in value]}
-    if type(value) in (dict, OptimizeResult) and all(isinstance(name, str) for name in value):
-        return {type(value).__name__: [[name, _encoded(each)] for name, each in value.items()]}
+    if (type(value) is dict or isinstance(value, OptimizeResult)) and all(isinstance(name, str) for name in value):
+        kind = "dict" if type(value) is dict else "OptimizeResult"
+        return {kind: [[name, _encoded(each)] for name, each in value.items()]}
     raise TypeError(
         f"it has a {type(value).__name__}, but a saved result consists of None, numbers, strings, arrays, and lists, "
         "tuples, dictionaries with names and OptimizeResult of these"

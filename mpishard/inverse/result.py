@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,6 +70,15 @@ _ASKED_FOR = {
 class OptimizeResult(dict[str, Any]):
     """The result of `minimize`: a dictionary whose items are attributes too.
 
+    Where ``scipy.optimize`` is imported, it is an instance of SciPy's ``OptimizeResult``, too.
+
+    Parameters
+    ----------
+    *given
+        A mapping, or pairs of names and values, as for ``dict``.
+    **items
+        Further values by name.
+
     Attributes
     ----------
     x : 1-D array, FlatParameters, or dict, list or tuple of arrays
@@ -95,6 +105,13 @@ class OptimizeResult(dict[str, Any]):
         With `L1` terms: how many of the elements with such a term are exactly zero, or at its reference.
     """
 
+    def __new__(cls, *given: Any, **items: Any) -> OptimizeResult:
+        theirs = getattr(sys.modules.get("scipy.optimize"), "OptimizeResult", None)
+        return super().__new__(_joined(theirs) if cls is OptimizeResult and theirs is not None else cls)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OptimizeResult, (dict(self),)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
@@ -114,6 +131,12 @@ class OptimizeResult(dict[str, Any]):
             short = {**self, "allvecs": f"{len(self['allvecs'])} iterates"} if "allvecs" in self else self
             lines = {name: repr(value).replace("\n", "\n" + " " * (width + 2)) for name, value in short.items()}
         return "\n".join(f"{name:>{width}}: {line}" for name, line in lines.items())
+
+
+@cache
+def _joined(theirs: type) -> type[OptimizeResult]:
+    """The class of results that are SciPy's too."""
+    return type("OptimizeResult", (OptimizeResult, theirs), {"__doc__": OptimizeResult.__doc__})
 
 
 def result_of(

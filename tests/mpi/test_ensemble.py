@@ -106,7 +106,9 @@ def test_a_run_that_resumes_repeats_no_case_that_is_done(mesh, comm, folder):
     again = mpishard.map_runs(lambda case, own: run(case, own, fails=False), cases, mesh, folder=place, resume=True)
     assert sorted(sum(comm.allgather(called), [])) == [2.0]
     for number, (result, listed, named, infinite) in enumerate(again):
-        assert type(result) is mpishard.OptimizeResult and result.x.tobytes() == (number * np.full(2, 1 / 3)).tobytes()
+        assert (
+            isinstance(result, mpishard.OptimizeResult) and result.x.tobytes() == (number * np.full(2, 1 / 3)).tobytes()
+        )
         assert type(result.fun) is np.float64 and result.jac is None and result.success is True
         assert listed == [1, 2.5, "é", 1j] and infinite == float("inf")
         assert named["grid"].dtype == np.int32 and named["grid"].tolist() == [[0, 1, 2], [3, 4, 5]]

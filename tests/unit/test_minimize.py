@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -96,6 +98,15 @@ def test_a_column_that_fails_is_a_failed_evaluation():
     assert found.nit > 0 and 0 < found.x.max() <= 1.0 and "too far" in found.message
     with pytest.raises(mpishard.EvaluationFailed, match="too far"):
         minimize(beyond(0.0), np.zeros(2), jac="3-point")
+
+
+def test_the_result_is_scipys_where_that_is_imported():
+    optimize = pytest.importorskip("scipy.optimize", reason="SciPy is not installed (extra: test)")
+    seen = []
+    result = minimize(bowl, np.zeros(3), callback=lambda intermediate_result: seen.append(intermediate_result))
+    for each in (result, seen[0], pickle.loads(pickle.dumps(result)), copy.copy(result)):
+        assert isinstance(each, optimize.OptimizeResult) and isinstance(each, OptimizeResult) and each.x.shape == (3,)
+    assert pickle.loads(pickle.dumps(result)).message == result.message
 
 
 def test_the_result_has_scipys_fields_by_attribute_and_by_item():
