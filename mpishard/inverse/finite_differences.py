@@ -1,10 +1,12 @@
-"""Finite differences: the steps of SciPy, and gradients of `minimize`, whose columns groups of ranks share."""
+"""Finite differences: the steps of SciPy, columns that move together, and gradients whose columns ranks share."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
+from importlib import import_module
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,6 +55,65 @@ def slope_of(f: Any, moved: Sequence[Any], distances: Sequence[float]) -> Any:
         return (near - far) / (one - two)
     # The slope at 0 of the parabola through three points.
     return (near - f) / one * (two / (two - one)) - (far - f) / two * (one / (two - one))
+
+
+class Sparsity:
+    """Where the rows of a Jacobian on this rank may have elements: column by column, in the order of the rows.
+
+    `given` is such a matrix, an array or sparse. Raises ValueError unless it has as many `columns` as there are
+    unknowns, ModuleNotFoundError without SciPy.
+    """
+
+    def __init__(self, given: Any, columns: int) -> None:
+        try:
+            self._kind = import_module("scipy.sparse").csc_array
+        except ModuleNotFoundError as error:
+            text = "jac_sparsity needs SciPy, whose sparse rows the Jacobian has: pip install scipy"
+            raise ModuleNotFoundError(text, name=error.name) from None
+        found = self._kind(given if hasattr(given, "tocsc") else np.atleast_2d(np.asarray(given)) != 0, copy=True)
+        self.shape = found.shape
+        if self.shape[1] != columns:
+            raise ValueError(
+                f"jac_sparsity has the shape {self.shape}, but there are {columns} unknowns; give (residuals, unknowns)"
+            )
+        found.sum_duplicates()
+        self.rows, self._starts = found.indices.astype(np.int64), found.indptr.astype(np.int64)
+        self.groups: list[np.ndarray] = []  # of columns that move together
+
+    def group_columns(self, world: Any) -> None:
+        """Group the columns so that no row of any rank has two elements in a group.  Collective.
+
+        Each column goes into the first group that has room for it (A. R. Curtis, M. J. D. Powell, J. K. Reid: On the
+        estimation of sparse Jacobian matrices, IMA Journal of Applied Mathematics 13, 117-119, 1974).
+        """
+        columns = np.repeat(np.arange(self.shape[1]), np.diff(self._starts))
+        places = self.rows * self.shape[1] + columns
+        count = self.shape[0]
+        if world.size > 1:
+            rows, sizes = zip(*world.allgather_object((count, places.size)), strict=True)
+            places += sum(rows[: world.rank]) * self.shape[1]
+            everywhere = np.empty(sum(sizes), np.int64)
+            places, count = world.all_gather(everywhere, places, sizes, label="differences"), sum(rows)
+        rows_of: list[list[int]] = [[] for _ in range(self.shape[1])]
+        for row, column in zip(*(each.tolist() for each in np.divmod(places, self.shape[1])), strict=True):
+            rows_of[column].append(row)
+        taken = [0] * count  # for each row the groups with an element in it, a bit each
+        groups: dict[int, list[int]] = {}
+        for column, own in enumerate(rows_of):
+            full = reduce(or_, (taken[row] for row in own), 0)
+            group = ~full & (full + 1)
+            for row in own:
+                taken[row] |= group
+            groups.setdefault(group, []).append(column)
+        self.groups = [np.array(columns) for columns in groups.values()]
+
+    def elements(self, column: int) -> slice:
+        """The elements of a column, among those of `rows` and of `matrix`."""
+        return slice(self._starts[column], self._starts[column + 1])
+
+    def matrix(self, data: np.ndarray) -> Any:
+        """The sparse rows with these elements."""
+        return self._kind((data, self.rows, self._starts), shape=self.shape).tocsr()
 
 
 class FiniteDifferences:

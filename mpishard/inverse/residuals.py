@@ -19,7 +19,7 @@ from mpishard.backend import exact, exact_gram
 from mpishard.backend.exact import largest
 from mpishard.backend.exact_gram import ExactGram, SparseRows
 from mpishard.comm.errors import OneRank, raised_on_all
-from mpishard.inverse.finite_differences import DIFFERENCES, moves_of, slope_of, steps_of
+from mpishard.inverse.finite_differences import DIFFERENCES, Sparsity, moves_of, slope_of, steps_of
 from mpishard.inverse.functions import TERMS, EvaluationFailed
 from mpishard.inverse.operators import OwnRows, is_operator, summed
 from mpishard.inverse.trees import is_tree
@@ -111,9 +111,9 @@ class Loss:
 class ResidualFunctions:
     """The residuals and their Jacobian on this rank, from functions as for `least_squares`.
 
-    `jac` may be the name of a finite difference, with relative `steps` inside of the bounds `lower` and `upper`. They
-    get points in the form of `unknowns`; here these are flat, but for a FlatParameters. `of` says in messages what
-    they are, if no residuals.
+    `jac` may be the name of a finite difference, with relative `steps` inside of the bounds `lower` and `upper`; with a
+    `sparsity` whose columns are grouped it gives sparse rows. They get points in the form of `unknowns`; here these are
+    flat, but for a FlatParameters. `of` says in messages what they are, if no residuals.
     """
 
     def __init__(
@@ -127,6 +127,7 @@ class ResidualFunctions:
         upper: Array,
         unknowns: Unknowns,
         of: str = "residuals",
+        sparsity: Sparsity | None = None,
     ) -> None:
         if not callable(fun):
             raise TypeError(f"fun={shown(fun)} must be a function that returns the {of}")
@@ -145,6 +146,7 @@ class ResidualFunctions:
         self._steps, self._lower, self._upper = steps, lower, upper
         self._unknowns = unknowns
         self._of = of  # in messages
+        self._sparsity = sparsity
         self._count = -1  # of residuals, in the first call
         self.epsilon = _EPSILON  # the relative rounding error of the residuals
         self._at_start: tuple[bytes, Array, Any] | None = None  # point, residuals and Jacobian, until used
@@ -204,32 +206,49 @@ class ResidualFunctions:
         """A copy of a point as the user's functions get it; parameters with names stay what they are."""
         return x if has_names(x) else self._unknowns.like_x0(x.copy())
 
-    def _differences(self, x: Array, f: Array, *samples: Array) -> Array:
+    def _differences(self, x: Array, f: Array, *samples: Array) -> Any:
         """The Jacobian by finite differences inside of the bounds."""
         steps = steps_of(x, self.epsilon, self._jac)
         if self._steps is not None:
             given = self._steps * np.where(x < 0, -1.0, 1.0) * abs(x)
             steps = np.where((x + given) - x == 0, steps, given)
-        jacobian = np.empty((len(f), x.size))
-        for k in range(x.size):
-            jacobian[:, k] = self._column(x, f, k, float(steps[k]), *samples)
-        return jacobian
+        sparsity = self._sparsity
+        if sparsity is None:
+            jacobian = np.empty((len(f), x.size))
+            for k in range(x.size):
+                start, moved, distances = self._moved(x, f, np.array([k]), steps, *samples)
+                jacobian[:, k] = slope_of(start, moved, distances[0])
+            return jacobian
+        if sparsity.shape[0] != len(f):
+            raise ValueError(f"jac_sparsity has {sparsity.shape[0]} rows, but there are {len(f)} {self._of}")
+        data = np.empty(len(sparsity.rows))
+        for columns in sparsity.groups:
+            start, moved, distances = self._moved(x, f, columns, steps)
+            for k, apart in zip(columns, distances, strict=True):
+                which = sparsity.elements(k)
+                rows = sparsity.rows[which]
+                data[which] = slope_of(start[rows], [each[rows] for each in moved], apart)
+        return sparsity.matrix(data)
 
-    def _column(self, x: Array, f: Array, k: int, step: float, *samples: Array) -> Array:
+    def _moved(
+        self, x: Array, f: Array, columns: Array, steps: Array, *samples: Array
+    ) -> tuple[Array, list[Array], list[list[float]]]:
+        """What `slope_of` takes: the residuals, those where some unknowns have moved, and how far each of these has."""
         if self._jac == "cs":
             point = x.astype(np.complex128)
-            point[k] += abs(step) * 1j
+            point[columns] += abs(steps[columns]) * 1j
             values = np.asarray(self._fun(point, *samples, *self._args, **self._kwargs))
-            return values.reshape(-1).imag / abs(step)
-        moves = moves_of(self._jac, step, float(x[k] - self._lower[k]), float(self._upper[k] - x[k]))
-        moved, distances = zip(*(self._moved(x, k, move, *samples) for move in moves), strict=True)
-        return slope_of(f, moved, distances)
-
-    def _moved(self, x: Array, k: int, step: float, *samples: Array) -> tuple[Array, float]:
-        """The residuals where one unknown has moved, and the distance."""
-        point = x.copy()
-        point[k] += step
-        return self.residuals(point, *samples), float(point[k] - x[k])
+            return np.zeros_like(f), [values.reshape(-1).imag], [[step] for step in abs(steps[columns]).tolist()]
+        here = x[columns]
+        room = steps[columns], here - self._lower[columns], self._upper[columns] - here
+        moves_of_each = [moves_of(self._jac, *each) for each in zip(*(part.tolist() for part in room), strict=True)]
+        moved, distances = [], []
+        for moves in zip(*moves_of_each, strict=True):
+            point = x.copy()
+            point[columns] += moves
+            moved.append(self.residuals(point, *samples))
+            distances.append((point[columns] - here).tolist())
+        return f, moved, [list(each) for each in zip(*distances, strict=True)]
 
 
 def size_on_rank(x: Any) -> int:

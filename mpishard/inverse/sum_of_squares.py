@@ -14,6 +14,7 @@ import numpy as np
 
 from mpishard.arguments import integer, mapping, number, shown
 from mpishard.comm.errors import OneRank
+from mpishard.inverse.finite_differences import Sparsity
 from mpishard.inverse.functions import Callback, Functions, Watch, opening, world_of
 from mpishard.inverse.loop import files_given
 from mpishard.inverse.minimization import ElasticArguments, elastic_options, solve
@@ -82,6 +83,7 @@ def least_squares(
     diff_step: Any = None,
     tr_solver: str | None = None,
     tr_options: Mapping[str, Any] | None = None,
+    jac_sparsity: Any = None,
     max_nfev: int | None = None,
     verbose: int = 0,
     args: Any = (),
@@ -98,9 +100,9 @@ def least_squares(
 ) -> OptimizeResult:
     """Minimise the sum of the squares of residuals, or of a loss of them that outliers do not rule.
 
-    The arguments and the result are those of ``scipy.optimize.least_squares``, without the method ``"dogbox"``,
-    `jac_sparsity` and `workers`.  With a mesh it is collective: the rows are divided over its ranks, and all take the
-    same steps.  Without one it uses no MPI.
+    The arguments and the result are those of ``scipy.optimize.least_squares``, without the method ``"dogbox"`` and
+    `workers`.  With a mesh it is collective: the rows are divided over its ranks, and all take the same steps.  Without
+    one it uses no MPI.
 
     There are two ways to find a step.  ``tr_solver="exact"`` is for few unknowns, which all ranks have, and Jacobians
     whose elements are known.  ``tr_solver="cg"`` is for many: a Gauss-Newton method whose steps come from conjugate
@@ -150,11 +152,16 @@ def least_squares(
     diff_step : float, array or None
         Steps of finite differences, relative to x.
     tr_solver : {None, "exact", "cg", "lsmr"}
-        ``"lsmr"``, SciPy's other one, is ``"cg"``.  None: that where `jac` returns sparse rows or an operator, or one
-        of the arguments for it is given.
+        ``"lsmr"``, SciPy's other one, is ``"cg"``, and as there of no use with ``"lm"``.  None: ``"cg"`` where `jac`
+        returns sparse rows or an operator, or one of the arguments for it is given.
     tr_options : mapping, optional
         For ``"cg"``: ``forcing``, ``forcing_power``, ``maxcg``, ``initial_radius`` and ``max_radius`` of
         `TruncatedNewton`; ``forcing`` is 0.01 here.
+    jac_sparsity : array or sparse matrix, optional
+        For ``"cg"`` and finite differences: of the shape of this rank's rows of the Jacobian, not 0 where these may be.
+        Unknowns of which no residual on any rank depends on two move together; so `fun` is called for each group of
+        them, and ``jac`` of the result has sparse rows.  On a mesh ranks gather the places of these elements once.
+        Not with `samples`; a function as `jac` has no use for it.
     max_nfev : int or None
         The most evaluations, not counting those for differences; None for 100 times the unknowns.
     verbose : {0, 1, 2}
@@ -241,12 +248,18 @@ def least_squares(
             unknowns, bounds, method, (ftol, xtol, gtol), x_scale, loss, f_scale, diff_step, max_nfev, verbose
         )
         watcher = Callback(callback)
-        functions = ResidualFunctions(fun, jac, args, kwargs, settings.steps, settings.lower, settings.upper, unknowns)
+        sparsity = None if jac_sparsity is None or callable(jac) else Sparsity(jac_sparsity, unknowns.given_size)
+        if sparsity is not None and samples is not None:
+            raise ValueError("jac_sparsity is of all rows in one order, which samples= divide: leave one of them out")
+        limits = settings.lower, settings.upper
+        functions = ResidualFunctions(fun, jac, args, kwargs, settings.steps, *limits, unknowns, sparsity=sparsity)
         losses = Loss(loss, settings.f_scale)
-        chosen = _solver(tr_solver, method, jac, settings.cg_start, for_cg | {"tr_options": tr_options})
+        of_cg = for_cg | {"tr_options": tr_options, "jac_sparsity": sparsity}
+        chosen = _solver(tr_solver, method, jac, settings.cg_start, of_cg)
         by_products = _ConjugateGradients.checked(settings, tr_options, mesh, **for_cg)
         same |= {"x0": f"{unknowns.total} elements", "method": method, "jac": jac, "loss": loss}
         same |= {"f_scale": f_scale, "tr_solver": tr_solver, "samples": samples, "elastic": elastic}
+        same["jac_sparsity"] = sparsity is not None
         if not settings.cg_start:
             same |= {"bounds": (settings.lower, settings.upper), **vars(settings.options)}
         same |= files_given(mesh, checkpoints, resume, record)
@@ -254,6 +267,8 @@ def least_squares(
         from mpishard.inverse.mesh_run import broadcast_start
 
         broadcast_start(mesh, settings.start)
+    if sparsity is not None:
+        sparsity.group_columns(OneRank() if elastic else world_of(mesh))  # elastic: each rank has all rows
     rows = Rows(functions, losses, world_of(mesh))
     if chosen is None:
         chosen = "exact" if rows.are_dense_at(settings.start) else "cg"
@@ -276,7 +291,8 @@ def _solver(given: Any, method: str, jac: Any, start: str, for_cg: Mapping[str, 
 
     `start` is what the start is if that is for "cg" alone, else empty.
     """
-    given = "cg" if isinstance(given, str) and given == "lsmr" else given
+    if isinstance(given, str) and given == "lsmr":
+        given = None if method == "lm" else "cg"
     if given not in (None, "exact", "cg"):
         raise ValueError(
             f"tr_solver={shown(given)} must be None, 'exact' or 'cg', conjugate gradients with products of the Jacobian"
@@ -460,7 +476,10 @@ def _scale(x_scale: Any, method: str, unknowns: Unknowns) -> np.ndarray | None:
         if x_scale != "jac":
             raise ValueError(f"x_scale={shown(x_scale)} must be 'jac', or positive numbers")
         return None
-    scale = whole_elements("x_scale", x_scale, unknowns.option_specs, _FLOAT, missing=1)
+    try:
+        scale = whole_elements("x_scale", x_scale, unknowns.option_specs, _FLOAT, missing=1)
+    except TypeError as error:
+        raise ValueError(str(error)) from None  # as SciPy
     assert scale is not None
     if not ((scale > 0) & np.isfinite(scale)).all():
         k = int(np.flatnonzero(~((scale > 0) & np.isfinite(scale)))[0])

@@ -104,6 +104,27 @@ def test_differences_of_residuals_of_which_one_rank_has_float32(mesh, same_on_al
     assert result.cost == pytest.approx(least_squares(CURVE.residuals, CURVE.start).cost, rel=1e-6)
 
 
+def test_unknowns_that_share_no_residual_on_any_rank_move_together(mesh, same_on_all):
+    pytest.importorskip("scipy.sparse", reason="SciPy is not installed (extra: test)")
+    size, points = 12, []
+    near = abs(np.subtract.outer(np.arange(size), np.arange(size))) <= 1
+    given = {"jac": "3-point", "max_nfev": 4}
+
+    def residuals(x, own=slice(None)):
+        points.append(x.copy())
+        return (near @ x**2 - x)[own]
+
+    alone = least_squares(residuals, np.linspace(1, 2, size), jac_sparsity=near, **given)
+    calls, own = len(points), own_rows(mesh, size)
+    points.clear()
+    result = least_squares(residuals, np.linspace(1, 2, size), jac_sparsity=near[own], args=(own,), mesh=mesh, **given)
+    assert np.array_equal(result.x, alone.x) and np.array_equal(result.jac.toarray(), alone.jac.toarray()[own])
+    assert same_on_all(np.array(points)) and len(points) == calls
+    with pytest.raises(ValueError, match="jac_sparsity has"):
+        rows = near[own] if mesh.rank else np.vstack([near[own], near[:1]])
+        least_squares(residuals, np.ones(size), jac_sparsity=rows, args=(own,), mesh=mesh)
+
+
 def test_errors_of_one_rank_are_raised_on_all(mesh):
     last = mesh.size - 1
 

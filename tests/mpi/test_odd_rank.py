@@ -300,6 +300,7 @@ TABLE = [
         {"loss": "none"},
         {"max_nfev": 3},
         {"tr_solver": "cg"},
+        {"jac_sparsity": np.ones((3, 3))},
         {"elastic": True},
         {"resume": True},
         {"checkpoints": CHECKPOINTS},

@@ -173,6 +173,34 @@ def test_differences_stay_in_the_bounds(jac, limits):
     assert found.cost == pytest.approx(peer.cost, rel=1e-6, abs=1e-12) and abs(found.nfev - peer.nfev) <= 2
 
 
+def tridiagonal(x):
+    """Broyden's function, each residual of which has three unknowns at most."""
+    return (3 - x) * x + 1 - np.append(0, x[:-1]) - 2 * np.append(x[1:], 0)
+
+
+@pytest.mark.parametrize("jac", ["2-point", "3-point", "cs"])
+@pytest.mark.parametrize("upper", [np.inf, -0.5])
+def test_unknowns_that_share_no_residual_move_together(jac, upper):
+    sparse = pytest.importorskip("scipy.sparse", reason="SciPy is not installed (extra: test)")
+    size, calls = 20, []
+
+    def watched(x):
+        calls.append(x)
+        return tridiagonal(x)
+
+    given = {"jac": jac, "bounds": (-np.inf, upper), "max_nfev": 5}
+    expected = least_squares(tridiagonal, np.full(size, -1.0), tr_solver="cg", **given)
+    near = abs(np.subtract.outer(np.arange(size), np.arange(size))) <= 1
+    for sparsity in (near, sparse.coo_array(near.astype(float))):
+        calls.clear()
+        found = least_squares(watched, np.full(size, -1.0), jac_sparsity=sparsity, **given)
+        assert np.array_equal(found.x, expected.x) and found.nfev == expected.nfev > 2
+        assert np.array_equal(found.jac.tocsr().toarray(), expected.jac)
+        assert len(calls) == found.nfev * (1 + 3 * (2 if jac == "3-point" else 1))
+    exact = least_squares(tridiagonal, np.full(size, -1.0), lambda x: found.jac, jac_sparsity="of no use", max_nfev=1)
+    assert exact.nfev == 1
+
+
 def test_a_parabola_through_three_points():
     """At a bound the 3-point difference is one-sided, and still exact for parabolas."""
     found = least_squares(lambda x: 1 + 3 * x + 5 * x * x, [1.0], "3-point", (1.0 - 1e-15, 3), max_nfev=1)
@@ -294,6 +322,7 @@ WRONG = [
     ({"bounds": (2, 3)}, ValueError, "x0 is outside"),
     ({"x_scale": -1}, ValueError, "positive"),
     ({"x_scale": "auto"}, ValueError, "'jac'"),
+    ({"x_scale": 1 + 2j}, ValueError, "x_scale"),
     ({"ftol": -1}, ValueError, "ftol"),
     ({"max_nfev": 0}, ValueError, "max_nfev"),
     ({"verbose": 3}, ValueError, "0, 1 or 2"),
@@ -315,6 +344,10 @@ WRONG = [
     ({"tr_options": {"damp": 1}}, ValueError, "forcing"),
     ({"tr_options": {}, "method": "lm"}, ValueError, "tr_options .*method='lm'"),
     ({"tr_options": 3}, TypeError, "tr_options"),
+    ({"jac_sparsity": [1, 1, 1]}, ValueError, r"jac_sparsity .*\(1, 3\).*2 unknowns"),
+    ({"jac_sparsity": [1, 1]}, ValueError, "jac_sparsity has 1 rows.* 2 residuals"),
+    ({"jac_sparsity": np.eye(2), "method": "lm"}, ValueError, "jac_sparsity .*method='lm'"),
+    ({"jac_sparsity": np.eye(2), "tr_solver": "exact"}, ValueError, "jac_sparsity .*tr_solver='exact'"),
     ({"tr_options": {"forcing": 2}}, ValueError, "forcing"),
     ({"elastic": True, "method": "lm"}, ValueError, "method='lm' .*checkpoints="),
     ({"samples": 3, "tr_solver": "exact"}, ValueError, "tr_solver='exact' .*checkpoints="),
