@@ -21,7 +21,7 @@ LEAST = {  # tests that call mpishard
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", [1])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_scipys_tests_pass(ranks: int, alone: Callable[..., Any], mpirun: Callable[..., Any]) -> None:
     finished = alone(HELPER, timeout=550) if ranks == 1 else mpirun(ranks, HELPER, "mesh", timeout=550)
     assert finished.code == 0, finished.all
