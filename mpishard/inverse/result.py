@@ -72,6 +72,13 @@ class OptimizeResult(dict[str, Any]):
 
     Where ``scipy.optimize`` is imported, it is an instance of SciPy's ``OptimizeResult``, too.
 
+    Parameters
+    ----------
+    *given
+        A mapping, or pairs of names and values, as for ``dict``.
+    **items
+        Further values by name.
+
     Attributes
     ----------
     x : 1-D array, FlatParameters, or dict, list or tuple of arrays
