@@ -373,6 +373,7 @@ def _ground(figure: Figure, theme: Theme, titles: dict[str, Any], bars: dict[str
     for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title, color=theme.text, fontsize=10)
         axis.set_xlabel("across, m", color=theme.text)
+        axis.set_xticks((0, 5, 10))
         axis.tick_params(colors=theme.text)
         for line in axis.spines.values():
             line.set_color(theme.faint)
@@ -394,7 +395,7 @@ def boreholes(theme: Theme) -> Figure:
     images = {"true": np.exp(-shown["truth"]), "most probable": np.exp(-shown["posterior"].x)}
     images["standard deviation"] = 100 * shown["deviation"]
     figure = Figure(figsize=(7.6, 4.4), layout="constrained")
-    speed, error = {"vmin": 1.4, "vmax": 3.0, "cmap": "viridis"}, {"vmin": 0, "vmax": 15, "cmap": "magma"}
+    speed, error = {"vmin": 1.4, "vmax": 3.0, "cmap": "viridis"}, {"vmin": 5, "vmax": 12, "cmap": "magma"}
     fields = {title: field.reshape(shape) for title, field in images.items()}
     _ground(figure, theme, fields, {"km/s": (2, speed), "% of the speed": (1, error)})
     axis = figure.axes[2]
@@ -425,7 +426,7 @@ def spectrum(theme: Theme) -> Figure:
     left_out = posterior.left_out
     axes.semilogy(range(kept + 1, kept + 1 + len(left_out)), left_out, ".", color=BAD, label="left out")
     axes.axhline(1, color=theme.faint, lw=1.2, linestyle="--")
-    axes.text(kept, 1.25, "as strong as the prior", color=theme.text, ha="right", fontsize=8)
+    axes.text(0, 0.8, "as strong as the prior", color=theme.text, va="top", fontsize=8)
     axes.legend(loc="upper right", frameon=False, labelcolor=theme.text)
     axes = _curves(figure, "depth, m", "km/s", theme, 1, 2, 2)
     column, depth = shown["shape"][1] // 2, shown["down"][:, 0]
