@@ -367,6 +367,83 @@ def sea(theme: Theme) -> Figure:
     return _fields(theme, images, (7.6, 2.2), "km/s")
 
 
+def _ground(figure: Figure, theme: Theme, titles: dict[str, Any], bars: dict[str, tuple[int, dict[str, Any]]]) -> None:
+    """Images of the ground side by side; `bars` has for each scale its label, how many images have it, and how."""
+    axes = figure.subplots(1, len(titles), sharey=True)
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set_title(title, color=theme.text, fontsize=10)
+        axis.set_xlabel("across, m", color=theme.text)
+        axis.set_xticks((0, 5, 10))
+        axis.tick_params(colors=theme.text)
+        for line in axis.spines.values():
+            line.set_color(theme.faint)
+    axes[0].set_ylabel("depth, m", color=theme.text)
+    fields, first = list(titles.values()), 0
+    for label, (count, how) in bars.items():
+        for axis, field in zip(axes[first : first + count], fields[first : first + count], strict=True):
+            image = axis.imshow(field, extent=(0, 10, 20, 0), **how)
+        bar = figure.colorbar(image, ax=list(axes[first : first + count]), aspect=30)
+        bar.set_label(label, color=theme.text)
+        bar.ax.tick_params(colors=theme.text)
+        first += count
+
+
+def boreholes(theme: Theme) -> Figure:
+    """The ground of the tutorial, true and most probable, and the standard deviation."""
+    shown = _shown("tutorials/tomography.md")
+    shape = shown["shape"]
+    images = {"true": np.exp(-shown["truth"]), "most probable": np.exp(-shown["posterior"].x)}
+    images["standard deviation"] = 100 * shown["deviation"]
+    figure = Figure(figsize=(7.6, 4.4), layout="constrained")
+    speed, error = {"vmin": 1.4, "vmax": 3.0, "cmap": "viridis"}, {"vmin": 5, "vmax": 12, "cmap": "magma"}
+    fields = {title: field.reshape(shape) for title, field in images.items()}
+    _ground(figure, theme, fields, {"km/s": (2, speed), "% of the speed": (1, error)})
+    axis = figure.axes[2]
+    for place, depths in ((0.25, shown["sources"]), (9.75, shown["receivers"])):
+        axis.plot([place] * len(depths), depths, ".", color="#ffffff", ms=4)
+    return figure
+
+
+def grounds(theme: Theme) -> Figure:
+    """Grounds that are possible before any reading, and after all."""
+    shown = _shown("tutorials/tomography.md")
+    images = {"from the prior": shown["guess"]}
+    images |= {f"from the posterior, {number}": sample for number, sample in enumerate(shown["samples"], 1)}
+    figure = Figure(figsize=(7.6, 4.4), layout="constrained")
+    fields = {title: np.exp(-field).reshape(shown["shape"]) for title, field in images.items()}
+    _ground(figure, theme, fields, {"km/s": (3, {"vmin": 1.4, "vmax": 3.0, "cmap": "viridis"})})
+    return figure
+
+
+def spectrum(theme: Theme) -> Figure:
+    """The eigenvalues of the tutorial's posterior, and its error bars along a line."""
+    shown = _shown("tutorials/tomography.md")
+    posterior = shown["posterior"]
+    figure = Figure(figsize=(7.6, 3.0), layout="constrained")
+    axes = _curves(figure, "eigenvector", "eigenvalue", theme, 1, 2, 1)
+    kept = len(posterior.eigenvalues)
+    axes.semilogy(range(1, kept + 1), posterior.eigenvalues, ".", color=theme.ranks[0], label="kept")
+    left_out = posterior.left_out
+    axes.semilogy(range(kept + 1, kept + 1 + len(left_out)), left_out, ".", color=BAD, label="left out")
+    axes.axhline(1, color=theme.faint, lw=1.2, linestyle="--")
+    axes.text(0, 0.8, "as strong as the prior", color=theme.text, va="top", fontsize=8)
+    axes.legend(loc="upper right", frameon=False, labelcolor=theme.text)
+    axes = _curves(figure, "depth, m", "km/s", theme, 1, 2, 2)
+    column, depth = shown["shape"][1] // 2, shown["down"][:, 0]
+    middle, deviation = (each.reshape(shown["shape"])[:, column] for each in (posterior.x, shown["deviation"]))
+    for mean, width, colour, label in (
+        (shown["start"][0], 0.15, theme.faint, "prior"),
+        (middle, deviation, theme.ranks[0], "posterior"),
+    ):
+        ends = (np.broadcast_to(np.exp(-mean + sign * width), depth.shape) for sign in (-2, 2))
+        axes.fill_between(depth, *ends, color=colour, alpha=0.4, lw=0, label=f"{label}, 2 deviations")
+    axes.plot(depth, np.exp(-middle), color=theme.ranks[0], lw=2, label="most probable")
+    axes.step(depth, np.exp(-shown["truth"].reshape(shown["shape"])[:, column]), where="mid", color=BAD, label="true")
+    axes.set_ylim(1.2, 3.6)
+    axes.legend(loc="upper left", ncols=2, frameon=False, labelcolor=theme.text, fontsize=8)
+    return figure
+
+
 def corner(theme: Theme) -> Figure:
     """The L-curve of the guide, with its corner."""
     shown = _shown("how-to/many-runs.md")
@@ -436,7 +513,7 @@ def slabs(theme: Theme) -> Figure:
 
 
 PICTURES = (mesh, layouts, transaction, tree, schedules, memory, slabs)
-GALLERY = (heat, plate, sea, corner, outliers, text)
+GALLERY = (heat, plate, sea, boreholes, grounds, spectrum, corner, outliers, text)
 
 
 def draw(folder: Path) -> Iterator[Path]:

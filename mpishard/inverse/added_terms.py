@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from mpishard.arguments import shown
+from mpishard.comm.axis import Axis
+from mpishard.comm.errors import OneRank
 from mpishard.comm.mesh import Mesh
 from mpishard.inverse.functions import TERMS, AddedTerms, world_of
 from mpishard.inverse.l1 import L1
+from mpishard.inverse.priors import Prior
 from mpishard.inverse.regularization import RegularizationTerm
+from mpishard.inverse.stencils import sum_of_cells
 from mpishard.inverse.unknowns import Unknowns, has_names
 from mpishard.layout.tensors import ParameterSpec
 
@@ -21,7 +26,7 @@ Array = Any
 
 def regularized(
     function: Callable[..., Any],
-    terms: RegularizationTerm | L1 | Sequence[RegularizationTerm | L1],
+    terms: RegularizationTerm | L1 | Prior | Sequence[RegularizationTerm | L1 | Prior],
     *,
     mesh: Mesh | None = None,
     reduction: str | None = None,
@@ -29,7 +34,8 @@ def regularized(
     """A function with terms added, of which each counts once, however many samples and ranks there are.
 
     The function that it returns is collective where a term is.  With an `L1` term, which has no gradient, it is for
-    `minimize`, which hands the weights to its method; whoever calls it gets a TypeError.
+    `minimize`, which hands the weights to its method; whoever calls it gets a TypeError.  A `Prior` adds
+    ``(x - mean)' R (x - mean) / 2`` of its precision R, so that the minimum is that of the posterior.
 
     Parameters
     ----------
@@ -37,8 +43,9 @@ def regularized(
         As `minimize` takes it, ``function(x)`` or ``function(x, samples)``; or as an OptimizationProblem does,
         ``function(parameters, samples, gradients) -> loss``: to the loss and gradient of each sample every term is
         added, so that the mean over samples has it once, along with them in every order.
-    terms : RegularizationTerm, L1 or sequence of them
-        What is added.
+    terms : RegularizationTerm, L1, Prior or sequence of them
+        What is added.  A prior is of all of `x`, and for `minimize` alone; where ranks share the field it needs `mesh`,
+        and a `BiLaplacianPrior` to know how the field is cut: ``prior.on(start, mesh)``.
     mesh : Mesh, optional
         The mesh of `minimize`: for ``reduction="sum"``, and for fields of a FlatParameters that are cut over its tensor
         axis, unless the term has a mesh, a `partition` or an `exchange`.  Then making the function is collective over
@@ -72,13 +79,14 @@ def regularized(
     (5.0, array([-2., -2.,  4.]))
     """
     chosen = list(terms) if isinstance(terms, Sequence) else [terms]
-    if not callable(function) or not all(isinstance(term, RegularizationTerm | L1) for term in chosen):
+    if not callable(function) or not all(isinstance(term, RegularizationTerm | L1 | Prior) for term in chosen):
         raise TypeError(f"regularized needs a function and terms, got {shown(function)} and {shown(terms)}")
     if reduction not in (None, "sum") or (reduction == "sum" and mesh is None):
         raise ValueError(f'reduction={shown(reduction)} must be None, or "sum" with a mesh')
     world_of(mesh)  # raises TypeError for what is no mesh
     l1 = tuple(term for term in chosen if isinstance(term, L1))
     smooth = [term for term in chosen if isinstance(term, RegularizationTerm)]
+    priors = [term for term in chosen if isinstance(term, Prior)]
     inner = getattr(function, TERMS, None)
     if inner is not None and inner.l1:
         function, l1 = inner.smooth, (*inner.l1, *l1)
@@ -109,6 +117,12 @@ def regularized(
                 value = value + added
             if not (summed and _is_partial(x, term) and _tensor_rank(x, term)):
                 gradient[start : start + slope.size] += slope.reshape(-1)
+        for prior in priors:
+            ranks = _sharing(x, mesh)
+            added, slope = _of_prior(prior, x, unknowns, ranks)
+            gradient += slope
+            if not (summed and (x.place.tensor_rank if has_names(x) else ranks.rank)):
+                value = value + added
         return value, unknowns.like_x0(gradient)
 
     def for_problem(x: Any, samples: np.ndarray, gradients: Any) -> float:
@@ -116,6 +130,11 @@ def regularized(
             raise ValueError(
                 'reduction="sum" is for minimize; each data rank adds the terms to its samples of an '
                 "OptimizationProblem, so leave it out of regularized"
+            )
+        if priors:
+            raise ValueError(
+                "a prior is a term for minimize, which takes the sum of the samples; an OptimizationProblem takes the "
+                "mean: add the prior by hand, divided by the number of samples"
             )
         loss = function(x, samples, gradients)
         for pair in pairs:
@@ -142,8 +161,34 @@ def regularized(
         )
 
     found = for_minimize_alone if l1 else with_terms
-    setattr(found, TERMS, AddedTerms(reduction, with_terms if smooth else function, l1))
+    added = (*smooth, *priors, *(() if inner is None else inner.added))
+    setattr(found, TERMS, AddedTerms(reduction, with_terms if smooth or priors else function, added, l1))
     return found
+
+
+def _sharing(x: Any, mesh: Mesh | None) -> Axis | OneRank:
+    """The ranks that share the unknowns of a prior; ValueError if that is not known, or differs between tensors."""
+    if not has_names(x):  # on a mesh that cuts them they are a part of a Partition
+        return OneRank() if mesh is None else mesh.tensor
+    size = x.place.tensor_size
+    is_cut = size > 1 and any(spec.is_split for spec in x.specs)
+    if is_cut and (mesh is None or mesh.tensor.size != size):
+        raise ValueError(f"x0 is cut over {size} tensor ranks: give regularized with a prior their mesh=")
+    if size > 1 and any(spec.partial or spec.is_split != is_cut for spec in x.specs):
+        raise ValueError(
+            f"a prior is of all tensors of x0, of which ranks share some, and others are whole on all {size} tensor "
+            "ranks: cut all of them, or none"
+        )
+    return mesh.tensor if is_cut and mesh is not None else OneRank()
+
+
+def _of_prior(prior: Prior, x: Any, unknowns: Unknowns, ranks: Axis | OneRank) -> tuple[float, Array]:
+    """Half of the square of the distance from the mean of a prior, in its precision, and the gradient, flat."""
+    mean = 0.0 if prior.mean is None else prior.mean
+    away = unknowns.flat - (mean if isinstance(mean, Real) else unknowns.vector("prior.mean", mean))
+    like_x = unknowns.like_x0(away) if unknowns.tree or has_names(x) else away.reshape(np.shape(x))
+    slope = unknowns.vector("the result of prior.precision", prior.precision(like_x))
+    return 0.5 * sum_of_cells(ranks, away.astype(np.float64) * slope), slope
 
 
 def _over(term: RegularizationTerm, mesh: Mesh | None) -> RegularizationTerm:

@@ -135,7 +135,7 @@ class ElasticMinimization:
             product=self._add_product,
             watched=self._watched,
         )
-        if self._functions.has_terms and count > 1 and self._mesh.rank == 0:
+        if self._functions.has_weights and count > 1 and self._mesh.rank == 0:
             log.inform(
                 f"terms are added to the sum over {count} samples; an OptimizationProblem adds them to the mean, and "
                 f"has the same minimum with weights {count} times smaller"

@@ -34,6 +34,7 @@ class AddedTerms(NamedTuple):
 
     reduction: str | None
     smooth: Callable[..., Any]  # the function with those terms that have a gradient
+    added: tuple[Any, ...]  # these terms
     l1: tuple[Any, ...]  # the L1 terms, which are the method's
 
 
@@ -90,12 +91,22 @@ class Functions:
         self._jac = jac
         self._hessp = hessp
         self._args = args if isinstance(args, tuple) else (args,)
+        if self._terms is not None and self._terms.added and self._args:
+            raise ValueError(
+                "args= are for a function without terms, and fun is one of regularized: bind them to its function, "
+                "regularized(lambda x: fun(x, *args), terms)"
+            )
         self._hess = None if hess is None else Hessian(hess, self._args)
 
     @property
     def has_terms(self) -> bool:
         """Return True if the function is one of `regularized`."""
         return self._terms is not None
+
+    @property
+    def has_weights(self) -> bool:
+        """Return True if terms have been added that have a weight, which a prior has not."""
+        return self._terms is not None and any(hasattr(term, "weight") for term in (*self._terms.added, *self.l1))
 
     @property
     def l1(self) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpishard import BiLaplacianPrior, FlatParameters, Mesh, ParameterSpec, Partition
+from mpishard import BiLaplacianPrior, FlatParameters, Mesh, ParameterSpec, Partition, minimize, regularized
 
 GRID = (30, 4, 7)
 FIELD = np.sin(np.arange(840.0) ** 2).reshape(GRID)
@@ -96,3 +96,56 @@ def test_what_one_rank_alone_gives_is_an_error_on_all(comm):
             prior.on(x).factor(np.zeros(5 if last else 4))
         with pytest.raises(ValueError, match="mean has 3"):
             BiLaplacianPrior((comm.size, 4), correlation_length=2.0, mean=np.zeros(3 if last else 4)).on(x, mesh)
+
+
+TARGET = np.cos(FIELD)
+
+
+def half(index=..., shots=1):
+    """Half of the squares of this rank's part of a field less another, in equal parts."""
+
+    def function(x, samples=range(shots)):
+        away = x.reshape(TARGET[index].shape) - TARGET[index]
+        share = len(samples) / shots
+        return share * 0.5 * float((away**2).sum()), share * away
+
+    return function
+
+
+def test_a_prior_is_a_term_of_fields_that_ranks_share(comm):
+    """It counts once over data and tensor ranks, in boxes and in slabs, with the bits of one rank."""
+    prior = BiLaplacianPrior(GRID, correlation_length=3.0, mean=0.5)
+    nothing = lambda x: (0.0, np.zeros(x.size))  # noqa: E731
+    value, gradient = regularized(nothing, prior)(FIELD)
+    options = {"maxiter": 9}
+    alone = minimize(regularized(half(), prior), np.zeros(FIELD.size), options=options)
+    with Mesh(comm, tensor=2 if comm.size % 2 == 0 else comm.size) as mesh:
+        ranks = mesh.tensor
+        box = bars(GRID, (1, 2), ranks.rank, ranks.size)
+        index = tuple(slice(*run) for run in box)
+        start = Partition(np.zeros(FIELD[index].shape), mesh, shape=GRID, box=box)
+        part = prior.on(start, mesh)
+        found = regularized(nothing, part, mesh=mesh)(FIELD[index])
+        assert found[0] == value and np.array_equal(found[1], gradient.reshape(GRID)[index].ravel())
+        shots = 4
+        summed = {"mesh": mesh, "reduction": "sum"}
+        result = minimize(
+            regularized(half(index, shots), part, **summed),
+            start,
+            samples=shots,
+            elastic=True,
+            options=options,
+            **summed,
+        )
+        assert result.fun == pytest.approx(alone.fun, rel=1e-12) and result.nfev == alone.nfev
+        assert np.allclose(result.x, alone.x.reshape(GRID)[index], rtol=0, atol=1e-10)
+        names = FlatParameters([ParameterSpec("k", GRID, tensor_dim=0)], np.float64, place=mesh.place)
+        rows = slice(*names.box("k")[0])
+        names["k"][...] = FIELD[rows]
+        added, slope = regularized(lambda p: (0.0, p.flat * 0), prior.on(names, mesh), **summed)(names)
+        counts = mesh.data.rank == ranks.rank == 0
+        assert added == (value if counts else 0)
+        assert mesh.data.rank or np.array_equal(slope, gradient.reshape(GRID)[rows].ravel())
+        if ranks.size > 1:
+            with pytest.raises(ValueError, match=f"{ranks.size} tensor ranks.*mesh="):
+                regularized(lambda p: (0.0, p.flat * 0), prior.on(names, mesh))(names)

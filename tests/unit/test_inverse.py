@@ -348,6 +348,14 @@ def test_a_function_with_terms() -> None:
     assert smooth.success and np.ptp(smooth.x) < 1e-3
 
 
+def test_args_are_not_taken_for_samples() -> None:
+    """The samples of a function with terms are its second argument, and `args` would be there."""
+    given = {"fun": mpishard.regularized(lambda x, a: misfit(x - a), Tikhonov()), "x0": np.zeros(4)}
+    for args in ((np.ones(4),), np.ones(4)):
+        with pytest.raises(ValueError, match="args= .*regularized"):
+            mpishard.minimize(**given, args=args)
+
+
 def test_a_term_counts_once_however_many_samples_there_are() -> None:
     data = np.random.default_rng(0).standard_normal((12, 30))
 

@@ -60,6 +60,58 @@ def test_a_linear_problem():
     assert np.array_equal(found.x, POINT) and not len(found.left_out) and found.asymmetry < 1e-12
 
 
+def data_misfit(x):
+    residuals = ROWS @ x - 1
+    return 0.5 * residuals @ residuals, ROWS.T @ residuals
+
+
+def test_a_prior_is_a_term():
+    """The minimum of misfit and prior is the posterior's mean by the formula with dense matrices."""
+    function = mpishard.regularized(data_misfit, dense_prior())
+    value, gradient = function(POINT)
+    away = POINT - MEAN
+    assert value == pytest.approx(data_misfit(POINT)[0] + 0.5 * away @ PRECISION @ away, rel=1e-13)
+    assert np.allclose(gradient, data_misfit(POINT)[1] + PRECISION @ away, rtol=1e-12)
+    result = mpishard.minimize(function, np.zeros(SIZE), options={"gtol": 1e-7, "ftol": 0})
+    expected = np.linalg.solve(ROWS.T @ ROWS + PRECISION, ROWS.T @ np.ones(len(ROWS)) + PRECISION @ MEAN)
+    # No eigenvalue of the Hessian is below the smallest of the precision.
+    assert np.linalg.norm(result.x - expected) < np.sqrt(SIZE) * 1e-7 * np.linalg.norm(COVARIANCE, 2)
+
+
+def test_a_prior_beside_other_terms_and_of_other_unknowns():
+    ridge, prior = mpishard.Tikhonov(weight=2.0, order=0), DiagonalPrior(0.5, mean=1.0)
+    value, gradient = mpishard.regularized(lambda x: (0.0, 0 * x), [ridge, prior])(np.array([0.0, 3.0]))
+    assert value == 9 + 1 + 4 and gradient.tolist() == [-2.0, 6.0 + 4.0]
+    tree = {"a": np.zeros(2), "b": [np.array([1 + 2j])]}
+    prior = DiagonalPrior({"a": 0.5, "b": [2.0]}, mean={"a": np.ones(2), "b": [np.array([1j])]})
+    value, gradient = mpishard.regularized(lambda x: (1.0, {"a": 0 * x["a"], "b": [0 * x["b"][0]]}), prior)(tree)
+    assert value == 1 + 2 + 0.5 and gradient["a"].tolist() == [-2.0, -2.0] and gradient["b"][0].tolist() == [0.5 + 0.5j]
+    named = mpishard.FlatParameters.of({"a": np.zeros(2), "b": np.ones((1, 2))})
+    value, gradient = mpishard.regularized(lambda p: (0.0, np.zeros(4)), DiagonalPrior(0.5, mean=1.0))(named)
+    assert value == 2 and gradient.tolist() == [-2.0, -2.0, 0.0, 0.0]
+    single = np.zeros(3, np.float32)
+    field = mpishard.BiLaplacianPrior((3,), correlation_length=2.0, mean=1.0)
+    assert mpishard.regularized(lambda x: (0.0, 0 * x), field)(single)[1].dtype == np.float32
+
+
+def test_what_a_prior_as_a_term_does_not_fit():
+    def flat_misfit(x):
+        return 0.0, 0 * x
+
+    def mean_loss(x, samples, gradients):
+        return 0.0
+
+    problem = mpishard.regularized(mean_loss, DiagonalPrior(1.0))
+    with pytest.raises(ValueError, match=r"prior.*minimize.*OptimizationProblem"):
+        problem(np.zeros(3), np.arange(2), np.zeros(3))
+    with pytest.raises(ValueError, match=r"the vector has 3 .*grid of the prior is \(4,\)"):
+        mpishard.regularized(flat_misfit, mpishard.BiLaplacianPrior((4,), correlation_length=1.0))(np.zeros(3))
+    with pytest.raises(ValueError, match=r"prior.mean has 40 .*x0 has 3"):
+        mpishard.regularized(flat_misfit, dense_prior())(np.zeros(3))
+    with pytest.raises(TypeError, match="a function and terms"):
+        mpishard.regularized(data_misfit, [dense_prior(), 3])
+
+
 @pytest.mark.parametrize("gauss_newton", [False, True])
 def test_a_nonlinear_problem(gauss_newton):
     times, size = np.linspace(0, 3, 30)[:, None], 6
