@@ -11,7 +11,7 @@ import numpy as np
 from mpishard.arguments import shown
 from mpishard.comm.mesh import Mesh
 from mpishard.inverse.functions import TERMS, AddedTerms, world_of
-from mpishard.inverse.l1 import L1
+from mpishard.inverse.nonsmooth import NonsmoothTerm
 from mpishard.inverse.regularization import RegularizationTerm
 from mpishard.inverse.unknowns import Unknowns, has_names
 from mpishard.layout.tensors import ParameterSpec
@@ -21,15 +21,16 @@ Array = Any
 
 def regularized(
     function: Callable[..., Any],
-    terms: RegularizationTerm | L1 | Sequence[RegularizationTerm | L1],
+    terms: RegularizationTerm | NonsmoothTerm | Sequence[RegularizationTerm | NonsmoothTerm],
     *,
     mesh: Mesh | None = None,
     reduction: str | None = None,
 ) -> Callable[..., Any]:
     """A function with terms added, of which each counts once, however many samples and ranks there are.
 
-    The function that it returns is collective where a term is.  With an `L1` term, which has no gradient, it is for
-    `minimize`, which hands the weights to its method; whoever calls it gets a TypeError.
+    The function that it returns is collective where a term is.  With an `L1`, `TotalVariation` or
+    `GroupL1` term, which has no gradient, it is for `minimize`, which hands the term to its method; whoever calls it
+    gets a TypeError.
 
     Parameters
     ----------
@@ -37,8 +38,8 @@ def regularized(
         As `minimize` takes it, ``function(x)`` or ``function(x, samples)``; or as an OptimizationProblem does,
         ``function(parameters, samples, gradients) -> loss``: to the loss and gradient of each sample every term is
         added, so that the mean over samples has it once, along with them in every order.
-    terms : RegularizationTerm, L1 or sequence of them
-        What is added.
+    terms : RegularizationTerm, L1, TotalVariation, GroupL1 or sequence of them
+        What is added; of the last three one kind.
     mesh : Mesh, optional
         The mesh of `minimize`: for ``reduction="sum"``, and for fields of a FlatParameters that are cut over its tensor
         axis, unless the term has a mesh, a `partition` or an `exchange`.  Then making the function is collective over
@@ -72,16 +73,16 @@ def regularized(
     (5.0, array([-2., -2.,  4.]))
     """
     chosen = list(terms) if isinstance(terms, Sequence) else [terms]
-    if not callable(function) or not all(isinstance(term, RegularizationTerm | L1) for term in chosen):
+    if not callable(function) or not all(isinstance(term, RegularizationTerm | NonsmoothTerm) for term in chosen):
         raise TypeError(f"regularized needs a function and terms, got {shown(function)} and {shown(terms)}")
     if reduction not in (None, "sum") or (reduction == "sum" and mesh is None):
         raise ValueError(f'reduction={shown(reduction)} must be None, or "sum" with a mesh')
     world_of(mesh)  # raises TypeError for what is no mesh
-    l1 = tuple(term for term in chosen if isinstance(term, L1))
+    nonsmooth = tuple(term for term in chosen if isinstance(term, NonsmoothTerm))
     smooth = [term for term in chosen if isinstance(term, RegularizationTerm)]
     inner = getattr(function, TERMS, None)
-    if inner is not None and inner.l1:
-        function, l1 = inner.smooth, (*inner.l1, *l1)
+    if inner is not None and inner.nonsmooth:
+        function, nonsmooth = inner.smooth, (*inner.nonsmooth, *nonsmooth)
     for term in smooth:
         if mesh is not None and term.mesh is not None and term.mesh.tensor.size != mesh.tensor.size:
             raise ValueError(
@@ -135,14 +136,18 @@ def regularized(
         return for_minimize(x, *rest) if len(rest) < 2 else for_problem(x, *rest)
 
     def for_minimize_alone(x: Any, *rest: Any) -> Any:
-        raise TypeError(
-            "a function with an L1 term has no gradient where elements are at its reference: give it to "
-            "mpishard.minimize; in a loop of your own, or in an OptimizationProblem, give the method the term, "
+        kinds = {type(term).__name__ for term in nonsmooth}
+        loops = (
+            "; in a loop of your own, or in an OptimizationProblem, give the method the term, "
             "mpishard.LBFGSB(l1=(weight, reference)), and the function without it"
         )
+        raise TypeError(
+            f"a function with {'an L1' if kinds == {'L1'} else ' and '.join(kinds)} term has no gradient where it has "
+            f"its kinks: give it to mpishard.minimize{loops * (kinds == {'L1'})}"
+        )
 
-    found = for_minimize_alone if l1 else with_terms
-    setattr(found, TERMS, AddedTerms(reduction, with_terms if smooth else function, l1))
+    found = for_minimize_alone if nonsmooth else with_terms
+    setattr(found, TERMS, AddedTerms(reduction, with_terms if smooth else function, nonsmooth))
     return found
 
 

@@ -34,7 +34,7 @@ class AddedTerms(NamedTuple):
 
     reduction: str | None
     smooth: Callable[..., Any]  # the function with those terms that have a gradient
-    l1: tuple[Any, ...]  # the L1 terms, which are the method's
+    nonsmooth: tuple[Any, ...]  # the terms without a gradient, which are the method's
 
 
 @known_to_all
@@ -98,15 +98,9 @@ class Functions:
         return self._terms is not None
 
     @property
-    def l1(self) -> tuple[Any, ...]:
-        """The L1 terms of the function, which the calls do without."""
-        return () if self._terms is None else self._terms.l1
-
-    @property
-    def l1_forms(self) -> str:
-        """What all ranks must have alike of these terms."""
-        return ", ".join("L1" if term.reference is None else "L1 with a reference" for term in self.l1) or "none"
-
+    def nonsmooth(self) -> tuple[Any, ...]:
+        """The terms of the function without a gradient, which the calls do without."""
+        return () if self._terms is None else self._terms.nonsmooth
     def check_terms(self, reduction: str | None) -> None:
         """Raise ValueError if terms of `regularized` would not count once with this reduction."""
         given = reduction if self._terms is None else self._terms.reduction

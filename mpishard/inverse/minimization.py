@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpishard.arguments import integer, shown
 from mpishard.inverse.finite_differences import FiniteDifferences
 from mpishard.inverse.functions import TERMS, Callback, Functions, opening
-from mpishard.inverse.l1 import l1_option
 from mpishard.inverse.loop import files_given, run_loop
 from mpishard.inverse.multipliers import augmented_lagrangian
 from mpishard.inverse.result import (
@@ -208,10 +207,15 @@ def minimize(
                 "hess= needs all elements of x0, which is split over ranks; give hessp= of this rank's part"
             )
         method = "L-BFGS-B" if method is None else method
-        about = {**unknowns.options(bounds, **known), "l1": l1_option(functions.l1, unknowns)}
+        about, same["terms"] = unknowns.options(bounds, **known), ""
+        if functions.nonsmooth:
+            from mpishard.inverse.nonsmooth import options_of_terms  # with MPI, as the terms
+
+            found, same["terms"] = options_of_terms(functions.nonsmooth, unknowns, mesh, workers is not None)
+            about |= found
         chosen, loop = make_method(method, options, tol, unknowns.total, **about)
         same |= {"method": type(chosen), "reduction": reduction, "samples": samples, "elastic": elastic}
-        same |= {"retries": loop.retries, "jac": functions.differences, "L1": functions.l1_forms}
+        same |= {"retries": loop.retries, "jac": functions.differences}
         same |= {"hess_inv": loop.hess_inv, "return_all": loop.return_all}
         _check_more_results(loop, chosen, workers is not None)
         if functions.differences is not None and mesh is not None:
@@ -263,8 +267,9 @@ def _constrained(
                 f"jac={further['jac']!r} is for a function without constraints: with them give jac=True if fun returns "
                 "(value, gradient), or jac=function; the jac of a constraint may be '2-point' or '3-point'"
             )
-        if getattr(getattr(fun, TERMS, None), "l1", ()):
-            raise ValueError("minimize takes L1 terms or constraints=, not both: take a smooth term, or bounds=")
+        if terms := getattr(getattr(fun, TERMS, None), "nonsmooth", ()):
+            kind = type(terms[0]).__name__
+            raise ValueError(f"minimize takes {kind} terms or constraints=, not both: take a smooth term, or bounds=")
         if elastic["elastic"] or elastic["samples"] is not None:
             raise ValueError("constraints= are for ranks that stay: leave elastic= and samples= out")
         if not (options is None or isinstance(options, Mapping)):

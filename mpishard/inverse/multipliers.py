@@ -204,8 +204,9 @@ def augmented_lagrangian(
             )
         functions = Functions(fun, jac, None, args)
         functions.check_terms(reduction)
-        if functions.l1:
-            raise ValueError("augmented_lagrangian takes no L1 term, which minimize does; take a smooth term")
+        if functions.nonsmooth:
+            kind = type(functions.nonsmooth[0]).__name__
+            raise ValueError(f"augmented_lagrangian takes no {kind} term, which minimize does; take a smooth term")
         of_user = Constraints(constraints, adjoint, lower, upper, forward, hessp)
         run = AugmentedFunction(functions, of_user, args, unknowns, world, reduction)
         first_penalty = None if penalty is None else number("penalty", penalty, above=0)

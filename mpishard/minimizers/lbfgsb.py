@@ -26,6 +26,8 @@ from mpishard.minimizers.history import ReducedHistory
 from mpishard.minimizers.lbfgs import LBFGS, QuasiNewton
 from mpishard.minimizers.method import AtReference, Elements, Limits
 from mpishard.minimizers.orthants import Orthant
+from mpishard.minimizers.penalty import Penalty
+from mpishard.minimizers.proximal import ProximalQuasiNewton
 from mpishard.minimizers.space import Space
 
 Array = Any
@@ -96,9 +98,17 @@ class LBFGSB(LBFGS):
 
     bounds: Elements = None
     l1: Elements = None
+    penalty: Penalty | None = None
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Those of `LBFGS`, and of a penalty ``dual_0`` and so on."""
+        return (*super().slots, *(f"dual_{k}" for k in range(0 if self.penalty is None else self.penalty.duals)))
 
     def make(self, space: Space, vectors: Array, point: Array, limits: Limits) -> QuasiNewton:
         limits.expect_no_operators("LBFGSB")
+        if self.penalty is not None:
+            return ProximalQuasiNewton(self, space, vectors, point, limits)
         if limits.l1_weights is not None:
             return OrthantWiseQuasiNewton(self, space, vectors, point, limits)
         if limits.lower is None and limits.upper is None:
