@@ -101,6 +101,7 @@ class Functions:
     def nonsmooth(self) -> tuple[Any, ...]:
         """The terms of the function without a gradient, which the calls do without."""
         return () if self._terms is None else self._terms.nonsmooth
+
     def check_terms(self, reduction: str | None) -> None:
         """Raise ValueError if terms of `regularized` would not count once with this reduction."""
         given = reduction if self._terms is None else self._terms.reduction

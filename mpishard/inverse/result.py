@@ -318,8 +318,8 @@ def make_method(
 
     A name is SciPy's, in upper or lower case; a Method keeps its options except for those in `options`. `tol` is the
     default of the tolerances that stop the method, `size` the number of unknowns over all ranks; `elements` are
-    ``bounds``, ``l1``, ``penalty``, ``fixed``, ``inner_product`` and ``preconditioner``, None leaves that of the method. Raises
-    ValueError or TypeError if a method or option does not exist or is invalid.
+    ``bounds``, ``l1``, ``penalty``, ``fixed``, ``inner_product`` and ``preconditioner``, None for that of the method.
+    Raises ValueError or TypeError if a method or option does not exist or is invalid.
     """
     kind, tolerances = _class_of(method)
     options = {} if options is None else options

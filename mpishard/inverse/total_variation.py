@@ -13,7 +13,7 @@ import numpy as np
 
 from mpishard.arguments import integer, number, without_dimensions
 from mpishard.backend import array as arrays
-from mpishard.backend.dual_sweeps import DualField, dual_sweep
+from mpishard.backend.dual_sweeps import DualField, dual_sweeps
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import OneRank
 from mpishard.inverse.stencils import Halo, forward, forward_adjoint, grown, sum_of_cells
@@ -23,7 +23,7 @@ from mpishard.minimizers.penalty import Penalty
 
 Array = Any
 _HALO = 8  # cells of the neighbours of a box: so many sweeps go without a further exchange
-_CHECKED = 16  # sweeps between two looks at the gap, a multiple of these
+_CHECKED = 16  # sweeps between two looks at the gap, more of them where many sweeps were needed before
 _GAP = 0.1  # part of what a proximal step gains that its gap may be
 _MOST = 2048  # sweeps of a proximal step
 
@@ -137,7 +137,9 @@ class TotalVariations(Penalty):
         self._fields = [_Field(term, unknowns, mesh) for term in terms]
         starts = [field.start for field in self._fields]
         if len(set(starts)) < len(starts):
-            raise ValueError(f"{len(starts)} TotalVariation terms are of one field: give one, with the sum of the weights")
+            raise ValueError(
+                f"{len(starts)} TotalVariation terms are of one field: give one, with the sum of the weights"
+            )
         self.duals = max(len(field.shape) for field in self._fields)
         self.is_cut = any(field.is_cut for field in self._fields)
 
@@ -245,7 +247,9 @@ class _Field:
 
     def _own(self, flat: np.ndarray) -> np.ndarray:
         """This rank's cells of what it has of the unknowns, as a view."""
-        return flat[..., self.start : self.start + self.size].reshape(*flat.shape[:-1], *self._flat3, *box_shape(self._box))
+        return flat[..., self.start : self.start + self.size].reshape(
+            *flat.shape[:-1], *self._flat3, *box_shape(self._box)
+        )
 
     def _extended(self, *own: np.ndarray) -> list[np.ndarray]:
         """Arrays with cells of the neighbours.  Collective over the ranks that share the field."""
@@ -320,15 +324,14 @@ class _Field:
             if gap > least:  # the momentum leads away
                 t, ahead = 1.0, last
             least = gap
-            for _ in range(0, _CHECKED, _HALO):
+            count = max(_CHECKED, sweeps // 4 // _CHECKED * _CHECKED)
+            block = count if self._halo is None else _HALO
+            for _ in range(0, count, block):
                 last, ahead = self._exchanged(last, ahead)
                 dual_field = DualField(last, ahead, self._scale, self._bound)
-                for _ in range(_HALO):
-                    following = 0.5 * (1 + math.sqrt(1 + 4 * t * t))
-                    dual_sweep(dual_field, work, middle, (lower, upper), inverse, step, (t - 1) / following)
-                    t = following
+                t = dual_sweeps(dual_field, work, middle, (lower, upper), inverse, step, t, block)
                 last, ahead = (each[(slice(None), *self._place)] for each in (last, ahead))
-            sweeps += _CHECKED
+            sweeps += count
         found = field[self._place] + self._reference
         self._own(x)[...] = np.minimum(np.maximum(found, self._own(sides[0])), self._own(sides[1]))
         components[...] = last[(slice(None), *self._place)]

@@ -85,8 +85,8 @@ class Penalty(ABC):
         """What the terms are above their linear form by the dual field; None without one."""
         return None
 
-    def snap(self, x: np.ndarray, before: np.ndarray, near: float) -> None:
-        """Move elements that are next to their reference, but for rounding, onto it."""
+    def snap(self, x: np.ndarray, before: np.ndarray, near: float) -> None:  # noqa: B027
+        """Move elements that are next to their reference, but for rounding, onto it; not all terms have one."""
 
     def at_reference(self, x: np.ndarray) -> AtReference | None:
         """What of the terms is exactly zero, where that can be."""

@@ -34,7 +34,7 @@ _NEAR = 4  # units in the last place: an element that ends as near to its refere
 
 
 class ModelHistory(History):
-    """The newest pairs, and all that the Hessian of the model needs of them: S'Y below its diagonal, S'S, the last y'y."""
+    """The newest pairs, and what the Hessian of the model needs of them: S'Y below its diagonal, S'S, the last y'y."""
 
     def forget(self) -> None:
         super().forget()

@@ -66,9 +66,7 @@ def check(comm, found, expected, numbers, x):
 def test_a_whole_start_and_its_elastic_runs(mesh, same_on_all, alone, kind):
     assert alone[kind].nit > 2
     for elastic in (False, True):
-        found = minimize(
-            regularized(misfit(EVERY), term(kind)), np.zeros(SHAPE), mesh=mesh, elastic=elastic, **OPTIONS
-        )
+        found = minimize(regularized(misfit(EVERY), term(kind)), np.zeros(SHAPE), mesh=mesh, elastic=elastic, **OPTIONS)
         assert all(np.array_equal(found[name], alone[kind][name]) for name in alone[kind]) and same_on_all(found.x)
 
 
@@ -76,9 +74,9 @@ def box_of(ranks):
     """A rank's box: the grid is cut along both dimensions, into boxes that may be narrower than the halo."""
     columns = 2 if ranks.size > 3 else 1
     rows = -(-ranks.size // columns)
-    cuts = [np.linspace(0, extent, parts + 1).astype(int) for extent, parts in zip(SHAPE, (rows, columns))]
+    cuts = [np.linspace(0, extent, parts + 1).astype(int) for extent, parts in zip(SHAPE, (rows, columns), strict=True)]
     place = divmod(ranks.rank, columns)
-    return tuple((int(cut[each]), int(cut[each + 1])) for cut, each in zip(cuts, place))
+    return tuple((int(cut[each]), int(cut[each + 1])) for cut, each in zip(cuts, place, strict=True))
 
 
 def run_boxes(ranks, kind, function=misfit, **files):
@@ -87,7 +85,9 @@ def run_boxes(ranks, kind, function=misfit, **files):
     mesh = files.pop("mesh")
     start = Partition(np.zeros(numbers.shape), mesh, shape=SHAPE, box=box)
     summed = {"mesh": mesh, "reduction": "sum"}
-    return numbers, minimize(regularized(function(numbers), term(kind, numbers), **summed), start, **summed, **files, **OPTIONS)
+    return numbers, minimize(
+        regularized(function(numbers), term(kind, numbers), **summed), start, **summed, **files, **OPTIONS
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -27,7 +27,7 @@ from mpishard.cli import main
 command._FORMULAS = (command.array,)
 for others in ("_compile_sums", "_compile_layers", "_compile_compressors"):
     setattr(command, others, lambda dtype: None)
-command._compile_least_squares = command.chebyshev_sweep = command.dual_sweep = lambda *arguments: None
+command._compile_least_squares = command.chebyshev_sweep = command.dual_sweeps = lambda *arguments: None
 code = main(["compile", *sys.argv[1:]])
 assert "mpi4py.MPI" not in sys.modules, "it loads an MPI library, which a container may not have"
 sys.exit(code)
