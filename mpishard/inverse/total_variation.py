@@ -170,7 +170,7 @@ class TotalVariations(Penalty):
         sides: tuple[np.ndarray, np.ndarray],
         floor: float,
     ) -> None:
-        before = x.copy()
+        before = np.minimum(np.maximum(x, sides[0]), sides[1])
         x[:] = np.minimum(np.maximum(center, sides[0]), sides[1])
         for field in self._fields:
             field.proximal_point(before, x, center, alpha, dual, sides, floor)

@@ -265,7 +265,6 @@ class Minimizer(ABC):
     """
 
     method: Method
-    duality_gap: float | None = None  # of a penalty with a dual field, at the base
 
     def __init__(self, slots: tuple[str, ...], space: Space, vectors: Array, point: Array, limits: Limits) -> None:
         self.space = space
@@ -307,6 +306,11 @@ class Minimizer(ABC):
     @property
     def at_reference(self) -> AtReference | None:
         """The elements, or groups, of `best` that are at their reference; None where no term has any.  Collective."""
+        return None
+
+    @property
+    def duality_gap(self) -> float | None:
+        """The gap of a penalty with a dual field at the last accepted iterate; None without one.  Collective."""
         return None
 
     def added_at(self, point: Array) -> float:

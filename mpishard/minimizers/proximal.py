@@ -135,7 +135,6 @@ class ProximalQuasiNewton(QuasiNewton):
             zeros(space.size, like.dtype, like=like) for _ in range(5)
         )
         self._sides: tuple[np.ndarray, np.ndarray] | None = None
-        self.duality_gap = None
 
     @staticmethod
     def _kinds(method: LBFGS) -> str:
@@ -150,20 +149,24 @@ class ProximalQuasiNewton(QuasiNewton):
     def at_reference(self) -> AtReference | None:
         return self._penalty.terms.at_reference(self._penalty.whole(self.best))
 
+    @property
+    def duality_gap(self) -> float | None:
+        penalty = self._penalty
+        return penalty.terms.gap(penalty.whole(self.base), penalty.dual(self._dual_rows))
+
     def added_at(self, point: Array) -> float:
         return self._penalty.terms.value(self._penalty.whole(point))
 
     def to_metadata(self) -> dict[str, Any]:
-        return {**super().to_metadata(), "added_slope": self.added_slope, "gap": self.duality_gap}
+        return {**super().to_metadata(), "added_slope": self.added_slope}
 
     def restore(self, metadata: Mapping[str, Any]) -> None:
         try:
-            added, gap = float(metadata["added_slope"]), metadata["gap"]
-            gap = None if gap is None else float(gap)
+            added = float(metadata["added_slope"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"{type(self.method).__name__}: the saved state cannot be restored: {error!r}") from None
         super().restore(metadata)
-        self.added_slope, self.duality_gap = added, gap
+        self.added_slope = added
 
     def _make_history(self, space: Space, rows: Array) -> ModelHistory:
         return ModelHistory(space, rows[: 2 * self.method.history])
@@ -188,13 +191,12 @@ class ProximalQuasiNewton(QuasiNewton):
         return self._subgradient
 
     def _measure(self) -> tuple[float, float, float]:
-        """As without a penalty; a gap beyond gtol times the largest element of the base is none of a minimum."""
+        """As without a penalty; but what `gtol` bounds is at least the gap, by the largest of 1 and the base."""
         base_top, riesz_top, projected_top = super()._measure()
-        (top,) = self.space.largest(self.base)
-        penalty = self._penalty
-        gap = penalty.terms.gap(penalty.whole(self.base), penalty.dual(self._dual_rows))
-        self.duality_gap = gap
-        return base_top, riesz_top, projected_top if gap is None else max(projected_top, gap / max(1.0, top))
+        if (gap := self.duality_gap) is not None:
+            (top,) = self.space.largest(self.base)
+            projected_top = max(projected_top, gap / max(1.0, top))
+        return base_top, riesz_top, projected_top
 
     def _bounds_of_all(self) -> tuple[np.ndarray, np.ndarray]:
         """The sides between which this rank's unknowns move, which have no width where they are fixed."""

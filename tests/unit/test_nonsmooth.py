@@ -23,6 +23,8 @@ from mpishard import (
 from mpishard.inverse.stencils import forward, forward_adjoint
 from mpishard.inverse.total_variation import TotalVariations
 from mpishard.inverse.unknowns import Unknowns
+from mpishard.minimizers.proximal import Model, ModelHistory
+from mpishard.minimizers.space import LocalSpace
 
 TIGHT = {"gtol": 1e-9, "ftol": 0.0}
 
@@ -156,17 +158,25 @@ def test_fixed_elements_several_fields_and_smooth_terms() -> None:
     assert found.jac["a"][3] == 0
 
 
-def test_float32_and_a_function_that_is_no_quadratic() -> None:
-    def function(x: Vector) -> tuple[float, Vector]:
-        slope = np.sinh(3 * (x - goal))
-        return float((np.cosh(3 * (x - goal)) / 3).sum()), slope
+def cosh(x: Vector) -> tuple[float, Vector]:
+    far = 3 * (x - (image((30,)) + 0.1 * np.sin(17 * np.arange(30.0))))
+    return float((np.cosh(far) / 3).sum()), np.sinh(far)
 
-    goal = image((30,)) + 0.1 * np.sin(17 * np.arange(30.0))
-    fun = regularized(function, TotalVariation(0.5))
-    wide = minimize(fun, np.full(30, 3.0), options=TIGHT)
-    narrow = minimize(fun, np.full(30, 3.0, np.float32))
-    assert wide.success and narrow.x.dtype == np.float32 and np.allclose(narrow.x, wide.x, atol=2e-3)
-    assert wide.nfev < 40
+
+def test_a_function_that_is_no_quadratic() -> None:
+    term = TotalVariation(0.5)
+    found = minimize(regularized(cosh, term), np.full(30, 3.0), options=TIGHT)
+    assert found.success and found.nfev < 60
+    beside = SmoothedTotalVariation(weight=0.5, epsilon=1e-3)
+    smooth = minimize(regularized(cosh, beside), np.full(30, 3.0), options={**TIGHT, "maxfun": 3000})
+    assert smooth.fun <= found.fun <= cosh(smooth.x)[0] + term.value(smooth.x)
+
+
+@pytest.mark.full  # compiles much that no other test here needs
+def test_float32_is_near_float64() -> None:
+    fun = regularized(cosh, TotalVariation(0.5))
+    narrow, wide = minimize(fun, np.full(30, 3.0, np.float32)), minimize(fun, np.full(30, 3.0), options=TIGHT)
+    assert narrow.x.dtype == np.float32 and np.allclose(narrow.x, wide.x, atol=2e-3)
 
 
 # Groups.
@@ -226,7 +236,31 @@ def test_groups_of_one_element_are_an_l1_term() -> None:
     assert other.fun == pytest.approx(one.fun, rel=1e-12) and np.array_equal(one.x == 0, other.x == 0)
 
 
-# States, values that are not finite, loops.
+# The model, states, values that are not finite.
+
+
+def test_the_model_has_the_hessian_of_the_updates() -> None:
+    """Of BFGS, one pair after the other, of which the newest four are kept."""
+    rng = np.random.default_rng(0)
+    space, form = LocalSpace(7, np.zeros(7)), np.diag(np.geomspace(0.1, 10, 7)) + 0.1
+    history, pairs = ModelHistory(space, np.zeros((8, 7))), []
+    for _ in range(6):
+        s = rng.standard_normal(7)
+        pairs.append((s, form @ s))
+        for row, vector in zip(history.open(), pairs[-1], strict=True):
+            row[:] = vector
+        history.set_tops(*(float(abs(vector).max()) for vector in pairs[-1]))
+        history.learn()
+    theta = 1 / history.gamma()
+    hessian = theta * np.eye(7)
+    for s, y in pairs[-4:]:
+        moved = hessian @ s
+        hessian += np.outer(y, y) / (s @ y) - np.outer(moved, moved) / (s @ moved)
+    model, vector, out = Model(space, history, theta), rng.standard_normal(7), np.zeros(7)
+    products = model.products(vector, float(abs(vector).max()))
+    model.times(vector, products, out)
+    assert np.allclose(out, hessian @ vector, rtol=1e-12)
+    assert model.bend(vector @ vector, products) == pytest.approx(vector @ hessian @ vector, rel=1e-12)
 
 
 def test_it_goes_on_from_its_state_at_every_call() -> None:
