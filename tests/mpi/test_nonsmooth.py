@@ -175,4 +175,5 @@ def test_what_one_rank_gives_wrong_is_an_error_on_all(comm, mesh):
     with mpishard.Mesh(comm, tensor=comm.size) as cut:
         start = Partition(np.zeros(3), cut)
         with pytest.raises(ValueError, match="needs a grid"):
-            minimize(regularized(lambda x: (0.0, x), TotalVariation(1.0)), start, mesh=cut, reduction="sum")
+            summed = {"mesh": cut, "reduction": "sum"}
+            minimize(regularized(lambda x: (0.0, x), TotalVariation(1.0), **summed), start, **summed)
