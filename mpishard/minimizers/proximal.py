@@ -29,6 +29,7 @@ from mpishard.minimizers.space import Space
 Array = Any
 _STEPS = 60  # proximal steps on a model, at most
 _ENOUGH = 0.01  # a step on the model that gains less than this part of what all have gained is the last one
+_SLACK = 0.01  # part of what all have gained that the gap of a step may be, too
 _FLOOR = 2.0**-50  # of the value: no gap need be smaller
 _NEAR = 4  # units in the last place: an element that ends as near to its reference is meant to be there
 
@@ -232,7 +233,7 @@ class ProximalQuasiNewton(QuasiNewton):
                 new[:] = (self.base + y) - (g + new) / new.dtype.type(alpha)
                 center = np.array(penalty.whole(new))
                 x = base + penalty.whole(y)
-                penalty.terms.proximal_point(x, center, alpha, dual, sides, floor)
+                penalty.terms.proximal_point(x, center, alpha, dual, sides, max(floor, _SLACK * gained))
                 value = penalty.terms.value(x)
                 new[:] = penalty.own(x) - self.base
                 change[:] = new - y
