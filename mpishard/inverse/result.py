@@ -17,7 +17,8 @@ import numpy as np
 
 from mpishard import minimizers
 from mpishard.arguments import flag, integer, number, shown
-from mpishard.minimizers.method import FAILURES, AtReference, Method, Progress
+from mpishard.minimizers.method import FAILURES, Method, Progress
+from mpishard.minimizers.penalty import AtReference
 
 # By reason of the end SciPy's status, and a sentence with the values of `Progress` and the method's options, and with
 # "gradient" or "subgradient".

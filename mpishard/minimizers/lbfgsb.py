@@ -24,9 +24,9 @@ from mpishard.minimizers.cauchy import Breakpoints
 from mpishard.minimizers.formulas import divide, multiply
 from mpishard.minimizers.history import ReducedHistory
 from mpishard.minimizers.lbfgs import LBFGS, QuasiNewton
-from mpishard.minimizers.method import AtReference, Elements, Limits
+from mpishard.minimizers.method import Elements, Limits
 from mpishard.minimizers.orthants import Orthant
-from mpishard.minimizers.penalty import Penalty
+from mpishard.minimizers.penalty import AtReference, Penalty
 from mpishard.minimizers.proximal import ProximalQuasiNewton
 from mpishard.minimizers.space import Space
 

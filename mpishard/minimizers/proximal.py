@@ -28,8 +28,8 @@ from mpishard.minimizers.space import Space
 
 Array = Any
 _STEPS = 60  # proximal steps on a model, at most
-_ENOUGH = 0.01  # a step on the model that gains less than this part of what all have gained is the last one
-_SLACK = 0.01  # part of what all have gained that the gap of a step may be, too
+_ENOUGH = 0.05  # a step on the model that gains less than this part of what all have gained is the last one
+_SLACK = 0.02  # part of what all have gained that the gap of a step may be, too
 _FLOOR = 2.0**-50  # of the value: no gap need be smaller
 _NEAR = 4  # units in the last place: an element that ends as near to its reference is meant to be there
 
