@@ -24,13 +24,18 @@ class AtReference(NamedTuple):
     here: int
     total: int  # elements that have such a term
     is_zero: bool  # the reference of each is 0
-    what = "elements with an L1 term"
+
+    @property
+    def what(self) -> str:
+        return "elements with an L1 term"
 
 
 class GroupsAtReference(AtReference):
     """Groups all of whose elements are at their reference."""
 
-    what = "groups"
+    @property
+    def what(self) -> str:
+        return "groups"
 
 
 class Penalty(ABC):
