@@ -305,8 +305,7 @@ class _Field:
     ) -> None:
         """Write the proximal point to the cells of `x`, and its dual field to `dual`, from those at hand."""
         given = [self._own(each) - self._reference for each in (before, center, *sides)]
-        start, middle, *between = self._extended(*given)
-        lower, upper = between
+        start, middle, lower, upper = self._extended(*given)
         inverse, step = 1 / alpha, alpha / sum(4 / step**2 for step in self.spacing)
         components = self._components(dual)
         last, ahead, work = np.array(components), np.array(components), np.empty(middle.shape)
