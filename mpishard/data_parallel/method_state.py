@@ -87,7 +87,8 @@ def limits_of(method: Method, strategy: Strategy, functions: Mapping[str, Callab
     local, local_l1 = of_this_rank(method), l1_of_this_rank(method)
     lower, upper, fixed, weights, scaling = (own(option, local) for option in others)
     l1_weights, l1_reference = own(l1_weights, local_l1), own(l1_reference, local_l1)
-    return Limits(lower, upper, fixed, weights, scaling, l1_weights=l1_weights, l1_reference=l1_reference, **functions)
+    l1 = {"l1_weights": l1_weights, "l1_reference": l1_reference}
+    return Limits(lower, upper, fixed, weights, scaling, penalty=None, **l1, **functions)
 
 
 def _ranges(flat: Array, ranges: Sequence[tuple[int, int]]) -> Array:

@@ -504,7 +504,8 @@ def _limits(method: Method, unknowns: Unknowns) -> Limits:
     if "solve" in functions:
         ones = on_device(np.ones(unknowns.size, unknowns.flat.dtype))
         check_inverse(functions["solve"](functions["apply"](ones)))
-    return Limits(lower, upper, fixed, weights, scaling, l1_weights=l1_weights, l1_reference=l1_reference, **functions)
+    l1 = {"l1_weights": l1_weights, "l1_reference": l1_reference}
+    return Limits(lower, upper, fixed, weights, scaling, penalty=None, **l1, **functions)
 
 
 def _hash(limits: Limits) -> str:
