@@ -165,7 +165,7 @@ def by_mpishard(problem: Problem, most: int) -> tuple[Trace, Any]:
         mpishard.regularized(trace, term),
         np.zeros(problem.shape),
         bounds=None if math.isinf(problem.lower) else (problem.lower, None),
-        options={"gtol": 1e-7 * problem.weight, "ftol": 1e-12, "maxfun": most, "maxiter": most},
+        options={"gtol": 1e-7 * problem.weight, "ftol": 1e-10, "maxfun": most, "maxiter": most},
     )
     return trace, found
 
