@@ -1,4 +1,4 @@
-"""python benchmarks/l1.py [lasso] [speed] [--above SHARE] [--only WORD] [--petsc COMMAND]
+"""python benchmarks/l1.py [lasso] [speed] [--above SHARE] [--only WORD] [--petsc COMMAND] [--pylops-mpi]
 
 L1 terms by the L-BFGS-B of mpishard.
 
@@ -12,11 +12,13 @@ and Candes, 2015), and given the largest eigenvalue of the Hessian, which it wou
 an evaluation.
 --petsc: and OWL-QN of PETSc's TAO, by COMMAND, a Python with petsc4py, such as "env/bin/python3"; with its defaults,
 of the function divided by this eigenvalue, without which its first step goes too far.
+--pylops-mpi: and the FISTA of pylops-mpi, on one rank, of the linear problems without bounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import shlex
@@ -42,6 +44,7 @@ class Problem(NamedTuple):
     weight: float
     curvature: float
     lower: float = -math.inf
+    system: tuple[Array, Array] | None = None  # the matrix and the data of a linear problem
 
 
 class Trace(NamedTuple):
@@ -76,15 +79,15 @@ def problems() -> Iterator[Problem]:
     rng = np.random.default_rng(0)
     matrix = rng.standard_normal((300, 1000))
     data = matrix @ sparse(rng, 1000, 0.03) + 0.1 * rng.standard_normal(300)
-    yield from weighted("random, 300 x 1000", squares(matrix, data), matrix, 1.0)
+    yield from weighted("random, 300 x 1000", squares(matrix, data), matrix, 1.0, data=data)
     decay = rng.standard_normal((400, 500)) * np.logspace(0, -2, 500)[rng.permutation(500)]
     data = decay @ sparse(rng, 500, 0.2) * 3 + 0.1 * rng.standard_normal(400)
-    yield from weighted("columns of falling size, 400 x 500", squares(decay, data), decay, 1.0)
+    yield from weighted("columns of falling size, 400 x 500", squares(decay, data), decay, 1.0, data=data)
     place = np.arange(500.0)
     blur = np.exp(-0.5 * ((place[:, None] - place) / 3.0) ** 2)
     spikes = abs(sparse(rng, 500, 0.04))
     data = blur @ spikes + 0.02 * rng.standard_normal(500)
-    yield from weighted("deconvolution of 500", squares(blur, data), blur, 1.0)
+    yield from weighted("deconvolution of 500", squares(blur, data), blur, 1.0, data=data)
     yield from weighted("deconvolution of 500, x >= 0", squares(blur, data), blur, 1.0, lower=0.0)
     matrix = rng.standard_normal((800, 400)) * np.logspace(0, -1, 400)
     signs = np.sign(matrix @ sparse(rng, 400, 0.1) + 0.3 * rng.standard_normal(800))
@@ -92,13 +95,19 @@ def problems() -> Iterator[Problem]:
 
 
 def weighted(
-    name: str, function: Callable[..., Any], matrix: Array, bend: float, lower: float = -math.inf
+    name: str,
+    function: Callable[..., Any],
+    matrix: Array,
+    bend: float,
+    lower: float = -math.inf,
+    data: Array | None = None,
 ) -> Iterator[Problem]:
     size = matrix.shape[1]
     top = float(abs(function(np.zeros(size))[1]).max())
     curvature = bend * float(np.linalg.norm(matrix, 2)) ** 2
     for share in (0.1, 0.01, 0.001):
-        yield Problem(f"{name}, weight {share:g}", function, size, share * top, curvature, lower)
+        system = None if data is None else (matrix, data)
+        yield Problem(f"{name}, weight {share:g}", function, size, share * top, curvature, lower, system)
 
 
 class Measured:
@@ -159,6 +168,38 @@ def by_fista(problem: Problem, target: float = -math.inf) -> Trace:
     return measured.trace(x)
 
 
+def by_pylops_mpi(problem: Problem, target: float) -> Trace:
+    import pylops
+    import pylops_mpi
+
+    assert problem.system is not None
+    matrix, data = problem.system
+    measured = Measured(problem)
+    last = np.zeros(problem.size)
+
+    class Reached(Exception):
+        pass
+
+    def note(x: Any) -> None:
+        last[:] = x.local_array
+        measured.note(last)
+        if measured.values[-1] <= target:
+            raise Reached
+
+    with contextlib.suppress(Reached):
+        pylops_mpi.optimization.sparsity.fista(
+            pylops_mpi.MPIBlockDiag(ops=[pylops.MatrixMult(matrix)]),
+            pylops_mpi.DistributedArray.to_dist(data),
+            pylops_mpi.DistributedArray.to_dist(last.copy()),
+            niter=MOST,
+            eps=2 * problem.weight,  # it is that of a sum of squares, which is not halved
+            alpha=1 / problem.curvature,
+            tol=0.0,
+            callback=note,
+        )
+    return measured.trace(last)
+
+
 def by_tao(problem: Problem) -> None:
     """OWL-QN of PETSc, in a process of its own; prints its trace."""
     import petsc4py
@@ -207,6 +248,8 @@ def speed(options: argparse.Namespace) -> None:
         least = min(by_mpishard(problem, 40).values[-1], *(trace.values[-1] for trace in traces.values()))
         target = least + options.above * abs(least)
         traces["FISTA"] = by_fista(problem, target)
+        if options.pylops_mpi and problem.system is not None:
+            traces["pylops-mpi, FISTA"] = by_pylops_mpi(problem, target)
         print(problem.name)
         for name, trace in traces.items():
             there = np.flatnonzero(trace.values <= target)
@@ -250,6 +293,7 @@ def main() -> None:
     parser.add_argument("--above", type=float, default=1e-8)
     parser.add_argument("--only", default="", help="problems whose name has this word")
     parser.add_argument("--petsc", default="", metavar="COMMAND")
+    parser.add_argument("--pylops-mpi", action="store_true")
     parser.add_argument("--tao", help=argparse.SUPPRESS)  # a problem for `by_tao`
     options = parser.parse_args()
     with threadpool_limits(1):

@@ -46,12 +46,14 @@ if TYPE_CHECKING:
         BiLaplacianPrior,
         DiagonalPrior,
         EvaluationFailed,
+        GroupL1,
         OperatorPrior,
         OptimizeResult,
         Prior,
         ReverseCommunication,
         SmoothedTotalVariation,
         Tikhonov,
+        TotalVariation,
         augmented_lagrangian,
         backward_in_time,
         cgls,
@@ -98,6 +100,7 @@ __all__ = [
     "Evaluation",
     "EvaluationFailed",
     "FlatParameters",
+    "GroupL1",
     "HybridShardedModel",
     "HybridShardedOptimizer",
     "Lion",
@@ -123,6 +126,7 @@ __all__ = [
     "Signals",
     "SmoothedTotalVariation",
     "Tikhonov",
+    "TotalVariation",
     "TrainingState",
     "TruncatedNewton",
     "ZeRO1Optimizer",
@@ -172,9 +176,9 @@ _MODULES = {
     "elastic.auto_layouts": "AutoLayouts",
     "elastic.optimizer": "ElasticOptimizer",
     "launch.signals": "Signals",
-    "inverse": "BiLaplacianPrior DiagonalPrior EvaluationFailed L1 OperatorPrior OptimizeResult Prior "
-    "ReverseCommunication SmoothedTotalVariation Tikhonov augmented_lagrangian backward_in_time cgls check_adjoint "
-    "check_gradient covariance l_curve laplace least_squares lsqr map_runs minimize regularized",
+    "inverse": "BiLaplacianPrior DiagonalPrior EvaluationFailed GroupL1 L1 OperatorPrior OptimizeResult Prior "
+    "ReverseCommunication SmoothedTotalVariation Tikhonov TotalVariation augmented_lagrangian backward_in_time cgls "
+    "check_adjoint check_gradient covariance l_curve laplace least_squares lsqr map_runs minimize regularized",
     "layout.tensors": "ParameterSpec",
     "minimizers": "LBFGS LBFGSB NonlinearCG RieszMap TruncatedNewton",
     "optim": "Adagrad Adam AdamW LAMB Lion Muon ParameterGroup RMSprop SGD",

@@ -12,6 +12,7 @@ import typer
 from mpishard.backend import array, exact, exact_gram, exact_rows, jit, sparse_rows
 from mpishard.backend.array import Kernel
 from mpishard.backend.compiled import compile_expected
+from mpishard.backend.dual_sweeps import DualField, dual_sweeps
 from mpishard.backend.grid_sweeps import chebyshev_sweep
 from mpishard.cli.output import size
 from mpishard.compression import (
@@ -71,6 +72,8 @@ def compile(
     _compile_least_squares()
     cell = np.ones((1, 1, 1))
     chebyshev_sweep(cell, cell.copy(), cell.copy(), (0.0, 0.0, 0.0), 1.0)
+    dual = cell.reshape(1, 1, 1, 1)
+    dual_sweeps(DualField(dual.copy(), dual.copy(), dual, cell), cell.copy(), cell, (cell, cell), 1.0, 1.0, 1.0, 1)
     files = list(found.rglob("*.nbc"))
     typer.echo(f"{len(files)} kernels, {size(sum(file.stat().st_size for file in files))}, in {found}")
     if folder != jit.kernels_folder():

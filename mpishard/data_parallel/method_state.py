@@ -50,6 +50,7 @@ from mpishard.minimizers.method import (
     lifted,
     log_projected_start,
 )
+from mpishard.minimizers.penalty import PenaltyOfVectors
 from mpishard.minimizers.space import Space
 from mpishard.optim.formulas import divide
 from mpishard.parameters.flat import FlatParameters
@@ -88,7 +89,8 @@ def limits_of(method: Method, strategy: Strategy, functions: Mapping[str, Callab
     local, local_l1 = of_this_rank(method), l1_of_this_rank(method)
     lower, upper, fixed, weights, scaling = (own(option, local) for option in others)
     l1_weights, l1_reference = own(l1_weights, local_l1), own(l1_reference, local_l1)
-    return Limits(lower, upper, fixed, weights, scaling, l1_weights=l1_weights, l1_reference=l1_reference, **functions)
+    l1 = {"l1_weights": l1_weights, "l1_reference": l1_reference}
+    return Limits(lower, upper, fixed, weights, scaling, penalty=None, **l1, **functions)
 
 
 def _ranges(flat: Array, ranges: Sequence[tuple[int, int]]) -> Array:
@@ -104,6 +106,8 @@ def hash_of_elements(strategy: Strategy, limits: Limits) -> int:
     parameters = strategy.parameters
     about = [limits.lower, limits.upper, limits.fixed, limits.weights, limits.scaling]
     about += [limits.l1_weights, limits.l1_reference]
+    if limits.penalty is not None:
+        about += [limits.penalty.own(each) for each in limits.penalty.terms.elements]
     given = [(place, arrays.to_host(option)) for place, option in enumerate(about) if option is not None]
     total = np.zeros(1, np.uint64)  # an array, whose sums wrap
     for spec, start, numbers in numbered_elements(strategy):
@@ -207,6 +211,7 @@ class MinimizationState(OptimizerState):
         self._batches = 0  # iterations so far, each of which has had a batch of its own; stages continue the count
         self._moved = 0  # elements of the start that were outside of their bounds, until that is said
         self._hash: int | None = None  # of the options about elements, where each rank has those of its part
+        self._hash_text = ""  # what a penalty says besides
         self._minimizer: Minimizer | None = None
         self._strategy: Strategy
         self._rows: Array  # the slots, one below the other, the point last
@@ -500,6 +505,12 @@ class MinimizationState(OptimizerState):
             product = functions["solve"](functions["apply"](ones))
             with raised_on_all(self._optimizer.world):
                 check_inverse(product)
+        if (penalty := getattr(self._method, "penalty", None)) is not None:
+            vectors = PenaltyOfVectors(penalty, self.whole, self._own_copy, like[:0])
+            limits = replace(limits, penalty=vectors)
+            penalty.begin()
+            self._hash = hash_of_elements(strategy, limits)
+            self._hash_text = penalty.text
         with raised_on_all(self._optimizer.world):
             self._minimizer = self._method.make(self._space, self._rows[:-1], point, limits)
         if of_this_rank(self._method) is not None or l1_of_this_rank(self._method) is not None:
@@ -550,10 +561,14 @@ class MinimizationState(OptimizerState):
     def _element_options(self) -> str:
         """A hash of the options about elements."""
         if self._hash is not None:
-            return f"{self._hash:x}"
+            return f"{self._hash:x}{self._hash_text}"
         options = self.options()
         names = (*_ABOUT_ELEMENTS, *(["l1"] if getattr(self._method, "l1", None) is not None else []))
         return f"{fingerprint({name: options.get(name, '') for name in names}):x}"
+
+    def _own_copy(self, whole: Array) -> Array:
+        """This rank's elements of a vector like its parameters, a copy."""
+        return _ranges(whole, self._strategy.ownership.own)
 
     def _operator(self, what: str, function: Callable[[Array], Array]) -> Callable[[Array], Array]:
         """A user's operator, named `what`, as one of this rank's elements."""

@@ -10,8 +10,9 @@ Beside it: ``sum_of_squares`` and ``residuals``, least squares, ``linear_problem
 matrices of both, whose rows are on ranks, ``iteration_files``, their checkpoints, and ``fit_covariance``, the errors of
 a fit; ``laplace_approximation``, with ``priors``, ``grid_prior`` and ``posterior``; ``elastic_minimization``;
 ``multipliers``, ``augmented_function`` and ``scipy_constraints``, constraints; ``ensemble`` and ``parameter_choice``,
-many runs; ``regularization`` and ``l1``, terms, ``added_terms``, functions with them, and ``time_steps``, a part of
-such functions; ``gradient_check``, with ``taylor``, and ``adjoint_check``, tests of them; and ``pictures``.
+many runs; ``regularization``, terms, and ``l1``, ``total_variation`` and ``group_norms``, those without a gradient,
+``nonsmooth``, which of these go together, ``added_terms``, functions with terms, and ``time_steps``, a part of such
+functions; ``gradient_check``, with ``taylor``, and ``adjoint_check``, tests of them; and ``pictures``.
 
 A name's module is imported when it is first asked for: without a mesh `minimize`, `least_squares` and `lsqr` do without
 MPI.
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from mpishard.inverse.functions import EvaluationFailed
     from mpishard.inverse.gradient_check import GradientCheck, check_gradient
     from mpishard.inverse.grid_prior import BiLaplacianPrior
+    from mpishard.inverse.group_norms import GroupL1
     from mpishard.inverse.inverse_hessian import InverseHessian
     from mpishard.inverse.l1 import L1
     from mpishard.inverse.laplace_approximation import laplace
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
     from mpishard.inverse.sum_of_squares import least_squares
     from mpishard.inverse.time_steps import backward_in_time
+    from mpishard.inverse.total_variation import TotalVariation
 
 __all__ = [
     "L1",
@@ -53,6 +56,7 @@ __all__ = [
     "EvaluationFailed",
     "EvaluationRequest",
     "GradientCheck",
+    "GroupL1",
     "InverseHessian",
     "LCurve",
     "LaplacePosterior",
@@ -63,6 +67,7 @@ __all__ = [
     "ReverseCommunication",
     "SmoothedTotalVariation",
     "Tikhonov",
+    "TotalVariation",
     "augmented_lagrangian",
     "backward_in_time",
     "cgls",
@@ -87,6 +92,7 @@ if not TYPE_CHECKING:  # a type checker has the names from above
             "ensemble": "map_runs",
             "functions": "EvaluationFailed",
             "grid_prior": "BiLaplacianPrior",
+            "group_norms": "GroupL1",
             "adjoint_check": "AdjointCheck check_adjoint",
             "gradient_check": "GradientCheck check_gradient",
             "sum_of_squares": "least_squares",
@@ -103,6 +109,7 @@ if not TYPE_CHECKING:  # a type checker has the names from above
             "result": "OptimizeResult",
             "reverse_communication": "EvaluationRequest ReverseCommunication",
             "time_steps": "backward_in_time",
+            "total_variation": "TotalVariation",
         },
     )
 

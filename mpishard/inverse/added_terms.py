@@ -14,7 +14,7 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.errors import OneRank
 from mpishard.comm.mesh import Mesh
 from mpishard.inverse.functions import TERMS, AddedTerms, world_of
-from mpishard.inverse.l1 import L1
+from mpishard.inverse.nonsmooth import NonsmoothTerm
 from mpishard.inverse.priors import Prior
 from mpishard.inverse.regularization import RegularizationTerm
 from mpishard.inverse.stencils import sum_of_cells
@@ -26,16 +26,17 @@ Array = Any
 
 def regularized(
     function: Callable[..., Any],
-    terms: RegularizationTerm | L1 | Prior | Sequence[RegularizationTerm | L1 | Prior],
+    terms: RegularizationTerm | NonsmoothTerm | Prior | Sequence[RegularizationTerm | NonsmoothTerm | Prior],
     *,
     mesh: Mesh | None = None,
     reduction: str | None = None,
 ) -> Callable[..., Any]:
     """A function with terms added, of which each counts once, however many samples and ranks there are.
 
-    The function that it returns is collective where a term is.  With an `L1` term, which has no gradient, it is for
-    `minimize`, which hands the weights to its method; whoever calls it gets a TypeError.  A `Prior` adds
-    ``(x - mean)' R (x - mean) / 2`` of its precision R, so that the minimum is that of the posterior.
+    The function that it returns is collective where a term is.  With an `L1`, `TotalVariation` or
+    `GroupL1` term, which has no gradient, it is for `minimize`, which hands the term to its method; whoever calls it
+    gets a TypeError.  A `Prior` adds ``(x - mean)' R (x - mean) / 2`` of its precision R, so that the minimum is that
+    of the posterior.
 
     Parameters
     ----------
@@ -43,9 +44,10 @@ def regularized(
         As `minimize` takes it, ``function(x)`` or ``function(x, samples)``; or as an OptimizationProblem does,
         ``function(parameters, samples, gradients) -> loss``: to the loss and gradient of each sample every term is
         added, so that the mean over samples has it once, along with them in every order.
-    terms : RegularizationTerm, L1, Prior or sequence of them
-        What is added.  A prior is of all of `x`, and for `minimize` alone; where ranks share the field it needs `mesh`,
-        and a `BiLaplacianPrior` to know how the field is cut: ``prior.on(start, mesh)``.
+    terms : RegularizationTerm, L1, TotalVariation, GroupL1, Prior or sequence of them
+        What is added; of those without a gradient one kind.  A prior is of all of `x`, and for `minimize` alone; where
+        ranks share the field it needs `mesh`, and a `BiLaplacianPrior` to know how the field is cut:
+        ``prior.on(start, mesh)``.
     mesh : Mesh, optional
         The mesh of `minimize`: for ``reduction="sum"``, and for fields of a FlatParameters that are cut over its tensor
         axis, unless the term has a mesh, a `partition` or an `exchange`.  Then making the function is collective over
@@ -79,17 +81,18 @@ def regularized(
     (5.0, array([-2., -2.,  4.]))
     """
     chosen = list(terms) if isinstance(terms, Sequence) else [terms]
-    if not callable(function) or not all(isinstance(term, RegularizationTerm | L1 | Prior) for term in chosen):
+    known = RegularizationTerm | NonsmoothTerm | Prior
+    if not callable(function) or not all(isinstance(term, known) for term in chosen):
         raise TypeError(f"regularized needs a function and terms, got {shown(function)} and {shown(terms)}")
     if reduction not in (None, "sum") or (reduction == "sum" and mesh is None):
         raise ValueError(f'reduction={shown(reduction)} must be None, or "sum" with a mesh')
     world_of(mesh)  # raises TypeError for what is no mesh
-    l1 = tuple(term for term in chosen if isinstance(term, L1))
+    nonsmooth = tuple(term for term in chosen if isinstance(term, NonsmoothTerm))
     smooth = [term for term in chosen if isinstance(term, RegularizationTerm)]
     priors = [term for term in chosen if isinstance(term, Prior)]
     inner = getattr(function, TERMS, None)
-    if inner is not None and inner.l1:
-        function, l1 = inner.smooth, (*inner.l1, *l1)
+    if inner is not None and inner.nonsmooth:
+        function, nonsmooth = inner.smooth, (*inner.nonsmooth, *nonsmooth)
     for term in smooth:
         if mesh is not None and term.mesh is not None and term.mesh.tensor.size != mesh.tensor.size:
             raise ValueError(
@@ -154,15 +157,19 @@ def regularized(
         return for_minimize(x, *rest) if len(rest) < 2 else for_problem(x, *rest)
 
     def for_minimize_alone(x: Any, *rest: Any) -> Any:
-        raise TypeError(
-            "a function with an L1 term has no gradient where elements are at its reference: give it to "
-            "mpishard.minimize; in a loop of your own, or in an OptimizationProblem, give the method the term, "
+        kinds = {type(term).__name__ for term in nonsmooth}
+        loops = (
+            "; in a loop of your own, or in an OptimizationProblem, give the method the term, "
             "mpishard.LBFGSB(l1=(weight, reference)), and the function without it"
         )
+        raise TypeError(
+            f"a function with {'an L1' if kinds == {'L1'} else ' and '.join(kinds)} term has no gradient where it has "
+            f"its kinks: give it to mpishard.minimize{loops * (kinds == {'L1'})}"
+        )
 
-    found = for_minimize_alone if l1 else with_terms
+    found = for_minimize_alone if nonsmooth else with_terms
     added = (*smooth, *priors, *(() if inner is None else inner.added))
-    setattr(found, TERMS, AddedTerms(reduction, with_terms if smooth or priors else function, added, l1))
+    setattr(found, TERMS, AddedTerms(reduction, with_terms if smooth or priors else function, added, nonsmooth))
     return found
 
 

@@ -154,7 +154,8 @@ class ElasticMinimization:
         unknowns.show()
         _, failure = max(self._mesh.world.allgather_object(self._failure), key=lambda each: each[0])
         hint = failure or unknowns.gradient_hint(reason)
-        result = result_of(unknowns.shown_to_user(), gradient, reason, method, progress, hint, at_reference)
+        about = method, progress, hint, at_reference, minimizer.duality_gap
+        result = result_of(unknowns.shown_to_user(), gradient, reason, *about)
         result["jac"] = unknowns.like_x0(gradient)
         if self._has_inverse:
             from mpishard.inverse.inverse_hessian import InverseHessian

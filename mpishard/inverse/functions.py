@@ -35,7 +35,7 @@ class AddedTerms(NamedTuple):
     reduction: str | None
     smooth: Callable[..., Any]  # the function with those terms that have a gradient
     added: tuple[Any, ...]  # these terms
-    l1: tuple[Any, ...]  # the L1 terms, which are the method's
+    nonsmooth: tuple[Any, ...]  # the terms without a gradient, which are the method's
 
 
 @known_to_all
@@ -106,17 +106,13 @@ class Functions:
     @property
     def has_weights(self) -> bool:
         """Return True if terms have been added that have a weight, which a prior has not."""
-        return self._terms is not None and any(hasattr(term, "weight") for term in (*self._terms.added, *self.l1))
+        terms = () if self._terms is None else (*self._terms.added, *self._terms.nonsmooth)
+        return any(hasattr(term, "weight") for term in terms)
 
     @property
-    def l1(self) -> tuple[Any, ...]:
-        """The L1 terms of the function, which the calls do without."""
-        return () if self._terms is None else self._terms.l1
-
-    @property
-    def l1_forms(self) -> str:
-        """What all ranks must have alike of these terms."""
-        return ", ".join("L1" if term.reference is None else "L1 with a reference" for term in self.l1) or "none"
+    def nonsmooth(self) -> tuple[Any, ...]:
+        """The terms of the function without a gradient, which the calls do without."""
+        return () if self._terms is None else self._terms.nonsmooth
 
     def check_terms(self, reduction: str | None) -> None:
         """Raise ValueError if terms of `regularized` would not count once with this reduction."""

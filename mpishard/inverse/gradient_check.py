@@ -352,8 +352,9 @@ def check_gradient(
     if mesh is None and ranks > 1:
         alone = f"; on rank {rank} of {ranks} alone: mesh= checks the function of all of them"
         result = replace(result, verdict=result.verdict + alone)
-    if getattr(getattr(function, TERMS, None), "l1", ()):
-        result = replace(result, verdict=result.verdict + "; without the L1 terms, which minimize alone takes")
+    if terms := getattr(getattr(function, TERMS, None), "nonsmooth", ()):
+        kind = type(terms[0]).__name__
+        result = replace(result, verdict=f"{result.verdict}; without the {kind} terms, which minimize alone takes")
     if part.world.rank == 0:
         if disp:
             size = sum(spec.size for spec in part.point.specs)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from mpishard.arguments import shown
 from mpishard.inverse.finite_differences import FiniteDifferences
 from mpishard.inverse.functions import Callback, Functions, opening
-from mpishard.inverse.l1 import l1_option
 from mpishard.inverse.loop import ElasticArguments, elastic_options, files_given, run_loop
 from mpishard.inverse.multipliers import augmented_lagrangian
 from mpishard.inverse.result import (
@@ -210,10 +209,15 @@ def minimize(
                 "hess= needs all elements of x0, which is split over ranks; give hessp= of this rank's part"
             )
         method = "L-BFGS-B" if method is None else method
-        about = {**unknowns.options(bounds, **known), "l1": l1_option(functions.l1, unknowns)}
+        about, same["terms"] = unknowns.options(bounds, **known), ""
+        if functions.nonsmooth:
+            from mpishard.inverse.nonsmooth import options_of_terms  # with MPI, as the terms
+
+            found, same["terms"] = options_of_terms(functions.nonsmooth, unknowns, mesh, workers is not None)
+            about |= found
         chosen, loop = make_method(method, options, tol, unknowns.total, **about)
         same |= {"method": type(chosen), "reduction": reduction, "samples": samples, "elastic": elastic}
-        same |= {"retries": loop.retries, "jac": functions.differences, "L1": functions.l1_forms}
+        same |= {"retries": loop.retries, "jac": functions.differences}
         same |= {"hess_inv": loop.hess_inv, "return_all": loop.return_all}
         _check_more_results(loop, chosen, workers is not None)
         if functions.differences is not None and mesh is not None:

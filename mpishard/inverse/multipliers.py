@@ -12,7 +12,6 @@ from mpishard.comm.errors import OneRank
 from mpishard.inverse.augmented_function import AugmentedFunction, Constraints
 from mpishard.inverse.corrections import MULTIPLIERS, NUMBERS, Corrections, Course, Verdict
 from mpishard.inverse.functions import Callback, Functions, Watch, opening, world_of
-from mpishard.inverse.l1 import l1_option
 from mpishard.inverse.loop import elastic_options, evaluate_until_end, files_given, files_of
 from mpishard.inverse.result import LoopOptions, OptimizeResult, make_method
 from mpishard.inverse.reverse_communication import ReverseCommunication, begin_again, set_tolerance
@@ -184,7 +183,15 @@ def augmented_lagrangian(
             given = {"ftol": 0.0, **given}
         functions = Functions(fun, jac, None, args)
         functions.check_terms(reduction)
-        about = {**unknowns.options(bounds, **known), "l1": l1_option(functions.l1, unknowns)}
+        about, same["terms"] = unknowns.options(bounds, **known), ""
+        if functions.nonsmooth:
+            from mpishard.inverse.nonsmooth import options_of_terms  # with MPI, as the terms
+
+            found, same["terms"] = options_of_terms(functions.nonsmooth, unknowns, mesh, workers is not None)
+            if "l1" not in found:
+                kind = type(functions.nonsmooth[0]).__name__
+                raise ValueError(f"augmented_lagrangian takes no {kind} term, which minimize does; take a smooth term")
+            about |= found
         chosen, loop = make_method(method, given, None, unknowns.total, **about)
         loop.expect_no_more_results("augmented_lagrangian")
         if chosen.needs_products and (hessp is None or forward is None):
@@ -203,7 +210,7 @@ def augmented_lagrangian(
         watcher = Callback(callback)
         same |= {"method": type(chosen), "reduction": reduction, "penalty": penalty, "gtol": gtol, "ctol": ctol}
         same |= {"maxiter": maxiter, "multipliers": multipliers is not None, "retries": loop.retries}
-        same |= {"L1": functions.l1_forms, "elastic": elastic}
+        same["elastic"] = elastic
         same |= files_given(mesh, checkpoints, resume, record)
     first = replace(chosen, gtol=corrections.tolerance)
     if workers is not None and mesh is not None:

@@ -18,7 +18,8 @@ import numpy as np
 
 from mpishard import minimizers
 from mpishard.arguments import flag, integer, number, shown
-from mpishard.minimizers.method import FAILURES, AtReference, Method, Progress
+from mpishard.minimizers.method import FAILURES, Method, Progress
+from mpishard.minimizers.penalty import AtReference
 
 # By reason of the end SciPy's status, and a sentence with the values of `Progress` and the method's options, and with
 # "gradient" or "subgradient".
@@ -87,7 +88,8 @@ class OptimizeResult(dict[str, Any]):
         The value there.
     jac : 1-D array, or dict, list or tuple of arrays
         The gradient there, of a FlatParameters flat; with a start that is split over ranks this rank's part.  With
-        `L1` terms the subgradient of least norm, which is 0 at a minimum.
+        `L1` and `GroupL1` terms the subgradient of least norm, with `TotalVariation` that of its dual field: it is 0 at
+        a minimum.
     nit, nfev, njev, nhev : int
         Iterations, values, gradients and Hessian products.
     status : int
@@ -102,7 +104,10 @@ class OptimizeResult(dict[str, Any]):
     allvecs : list
         With ``options={"return_all": True}``: copies of the start and of the iterate after each iteration.
     at_reference : int
-        With `L1` terms: how many of the elements with such a term are exactly zero, or at its reference.
+        With `L1` terms: how many of the elements with such a term are exactly zero, or at its reference; with `GroupL1`
+        terms, how many groups.
+    duality_gap : float
+        With `TotalVariation` terms: by how much the terms at `x` are above their linear form by `jac`.
     """
 
     def __new__(cls, *given: Any, **items: Any) -> OptimizeResult:
@@ -147,13 +152,14 @@ def result_of(
     progress: Progress,
     hint: str = "",
     at_reference: AtReference | None = None,
+    duality_gap: float | None = None,
 ) -> OptimizeResult:
     """The result of a minimisation that has ended for this reason.
 
     `x` is the best iterate, and `gradient` that there, which this function makes NaN where no value was finite.
     `reason` is of `Minimizer.stop_reason`, or "callback" or "seconds", and empty while the minimisation continues;
     `hint` goes into the message: what may be wrong, such as the ranks whose value or gradient is not finite.
-    `at_reference` is that of the `Minimizer`.
+    `at_reference` and `duality_gap` are those of the `Minimizer`.
     """
     if math.isnan(progress.value):
         gradient[...] = math.nan
@@ -168,12 +174,16 @@ def result_of(
         hints.append(_HELD)
     if progress.not_finite and reason != "not finite":
         hints.append(_NOT_FINITE.format(progress.not_finite))
-    found, values["gradient"] = {}, "gradient"
+    found: dict[str, Any] = {}
+    values["gradient"] = "gradient"
     counts = ""
     if at_reference is not None:
         found["at_reference"], values["gradient"] = at_reference.here, "subgradient"
         where = "zero" if at_reference.is_zero else "at its reference"
-        counts = f"; {at_reference.here} of {at_reference.total} elements with an L1 term are exactly {where}"
+        counts = f"; {at_reference.here} of {at_reference.total} {at_reference.what} are exactly {where}"
+    if duality_gap is not None:
+        found["duality_gap"], values["gradient"] = duality_gap, "subgradient"
+        counts = f"; the duality gap is {duality_gap:.3g}"
     message = text.format(projected_norm=progress.projected_norm, **values) + (f": {'; '.join(hints)}" if hints else "")
     return OptimizeResult(
         x=x,
@@ -278,7 +288,7 @@ _ITERATIONS = 200  # for each unknown
 _RENAMED = {"maxcor": "history", "initial_trust_radius": "initial_radius", "max_trust_radius": "max_radius"}
 _COUNTS = {"maxiter", "maxfun", "maxls", "history", "maxcg"}
 # Fields of methods that are arguments of `minimize`.
-_ARGUMENTS = {"bounds", "fixed", "inner_product", "preconditioner", "l1"}
+_ARGUMENTS = {"bounds", "fixed", "inner_product", "preconditioner", "l1", "penalty"}
 # SciPy's names for the conditions of Wolfe, and those of the line searches.
 _WOLFE = {"c1": ("ftol", "delta"), "c2": ("gtol", "sigma")}
 # What is here for methods and options of SciPy, TAO and ROL that are not.
@@ -332,8 +342,8 @@ def make_method(
 
     A name is SciPy's, in upper or lower case; a Method keeps its options except for those in `options`. `tol` is the
     default of the tolerances that stop the method, `size` the number of unknowns over all ranks; `elements` are
-    ``bounds``, ``l1``, ``fixed``, ``inner_product`` and ``preconditioner``, None leaves that of the method. Raises
-    ValueError or TypeError if a method or option does not exist or is invalid.
+    ``bounds``, ``l1``, ``penalty``, ``fixed``, ``inner_product`` and ``preconditioner``, None for that of the method.
+    Raises ValueError or TypeError if a method or option does not exist or is invalid.
     """
     kind, tolerances = _class_of(method)
     options = {} if options is None else options
@@ -356,11 +366,11 @@ def make_method(
     for name, value in elements.items():
         if value is None:
             continue
-        what = "L1 terms" if name == "l1" else name
+        what = {"l1": "L1 terms", "penalty": f"{getattr(value, 'kinds', name)} terms"}.get(name, name)
         if name not in names:
             raise ValueError(f"{_label(method)} takes no {what}; method='L-BFGS-B' does")
-        if name == "l1" and getattr(method, "l1", None) is not None:
-            raise ValueError(f"{_label(method)} and regularized both have L1 terms: give all of them to regularized")
+        if name in ("l1", "penalty") and any(getattr(method, each, None) is not None for each in ("l1", "penalty")):
+            raise ValueError(f"{_label(method)} and regularized both have {what}: give all of them to regularized")
         given[name] = value
     made: Method = replace(method, **given) if isinstance(method, Method) else kind(**given)
     return _with_wolfe(made, options), loop

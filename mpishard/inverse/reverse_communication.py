@@ -37,6 +37,7 @@ from mpishard.minimizers.method import (
     lifted,
     log_projected_start,
 )
+from mpishard.minimizers.penalty import PenaltyOfVectors
 from mpishard.minimizers.space import LocalSpace
 
 if TYPE_CHECKING:
@@ -300,7 +301,8 @@ class ReverseCommunication:
             x = unknowns.shown_to_user()
         gradient, at_reference = ranks.gather(minimizer.gradient).copy(), minimizer.at_reference
         hint = ranks.culprits or unknowns.gradient_hint(self.stop_reason)
-        result = result_of(x, gradient, self.stop_reason, self._method, minimizer.progress, hint, at_reference)
+        about = self._method, minimizer.progress, hint, at_reference, minimizer.duality_gap
+        result = result_of(x, gradient, self.stop_reason, *about)
         result["jac"] = unknowns.like_x0(gradient)
         self._result = result if self.has_ended else None
         return result
@@ -426,6 +428,10 @@ class OneProcess:
         for slot, row in zip(method.slots, self._rows, strict=True):
             row[...] = method.initial(slot)
         self._limits = _limits(method, unknowns)
+        if (penalty := getattr(method, "penalty", None)) is not None:
+            vectors = PenaltyOfVectors(penalty, lambda vector: vector, lambda whole: whole, flat[:0])
+            self._limits = replace(self._limits, penalty=vectors)
+            penalty.begin()
         space = LocalSpace(unknowns.size, flat)
         self.minimizer: Minimizer = method.make(space, self._rows, flat.copy(), self._limits)
         self._moved = self.minimizer.begin()
@@ -498,7 +504,8 @@ def _limits(method: Method, unknowns: Unknowns) -> Limits:
     if "solve" in functions:
         ones = on_device(np.ones(unknowns.size, unknowns.flat.dtype))
         check_inverse(functions["solve"](functions["apply"](ones)))
-    return Limits(lower, upper, fixed, weights, scaling, l1_weights=l1_weights, l1_reference=l1_reference, **functions)
+    l1 = {"l1_weights": l1_weights, "l1_reference": l1_reference}
+    return Limits(lower, upper, fixed, weights, scaling, penalty=None, **l1, **functions)
 
 
 def _hash(limits: Limits) -> str:
@@ -508,6 +515,10 @@ def _hash(limits: Limits) -> str:
         hasher.update(b"none" if known is None else np.ascontiguousarray(arrays.to_host(known)).data)
     for known in (limits.l1_weights, limits.l1_reference) if limits.l1_weights is not None else ():
         hasher.update(b"zeros" if known is None else np.ascontiguousarray(arrays.to_host(known)).data)
+    if limits.penalty is not None:
+        hasher.update(limits.penalty.terms.text.encode())
+        for known in limits.penalty.terms.elements:
+            hasher.update(known.data)
     return f"{hasher.hexdigest()}{' and a function' if limits.precondition else ''}"
 
 

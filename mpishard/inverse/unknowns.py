@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.errors import raised_on_all
 from mpishard.inverse.result import pair_of_bounds
 from mpishard.inverse.trees import CONVENTION, Tree, tree_of
+from mpishard.layout.boxes import Box, box_shape, whole_box
 from mpishard.layout.tensors import WHOLE, ModelParallelRank, ParameterSpec
 from mpishard.minimizers.elements import OfThisRank, OperatorOfThisRank, element_name
 from mpishard.minimizers.method import RieszMap
@@ -184,6 +186,15 @@ class Unknowns:
         """Return True if these are of Partitions."""
         return bool(self._fields)
 
+    def field(self, place: int) -> Any:
+        """The Partition of the array at this place, in the order of the specs; None if it is none."""
+        return self._fields[place] if self._fields else None
+
+    def start_of(self, place: int) -> int:
+        """Where the array at this place begins in `flat`, of unknowns that are no FlatParameters."""
+        sizes = [field.owned.size for field in self._fields] or [spec.size for spec in self.specs]
+        return int(sum(sizes[:place]))
+
     def check_differences(self) -> None:
         """Raise ValueError if these are split over ranks so that finite differences cannot move each element once."""
         if self.is_split and not self._fields and any(spec.is_split or spec.partial for spec in self.specs):
@@ -351,6 +362,84 @@ class Unknowns:
             more = " on this rank: give the values that it owns, without ghosts or a halo" * self.has_fields
             raise ValueError(f"{what} has {found.size} elements of shape {found.shape}, but x0 has {size}{more}")
         return found.reshape(-1).astype(flat.dtype, copy=False)
+
+
+class FieldOfTerm:
+    """The array of the unknowns that a term is of: its place in `Unknowns.flat`, and this rank's part of it.
+
+    Of several arrays `name` says which one. `kind` is the class of the term, for messages; with `needs_grid` an array
+    that is cut must be a grid, and `shape` is that of a flat one. `mesh` is that of slabs. Raises TypeError or
+    ValueError if there is no such array, or it has another form.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        name: str | None,
+        unknowns: Unknowns,
+        mesh: Any,
+        *,
+        needs_grid: bool = False,
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
+        named, tree = unknowns.parameters, unknowns.tree
+        specs = unknowns.specs if named is None else named.local
+        names = [spec.name for spec in specs]
+        if name is None and len(names) != 1:
+            raise ValueError(f"there are {len(names)} arrays; give {kind} the name of one of them, name=...")
+        if name is not None and name not in names:
+            raise ValueError(f"{kind}: x0 has no array {shown(name)}; there are {', '.join(names)}")
+        if tree is not None and tree.complex_leaf is not None:
+            raise TypeError(f"{kind} is for real numbers, and x0 is complex; give its parts as two arrays")
+        place = 0 if name is None else names.index(name)
+        spec, part = specs[place], unknowns.field(place)
+        self._kind, self._named, self._spec, self._part, self._mesh = kind, named, spec, part, mesh
+        self.is_cut = part is not None or (spec.is_split and unknowns.is_split)
+        self.start: int = unknowns.start_of(place) if named is None else named.layout.piece_of[spec.name].start
+        self.shape: tuple[int, ...] = spec.shape  # of the whole array
+        self.box: Box = whole_box(spec.shape)  # of this rank
+        if part is not None and part.parts:
+            self.box = part.parts[part.ranks.rank]
+        elif self.is_cut and named is not None:
+            if mesh is None:
+                raise ValueError(f"{spec.name!r} is cut over tensor ranks: give their mesh=")
+            self.box = named.box(spec.name)
+        if part is not None and not part.is_grid and (needs_grid or part.rearrangement is not None):
+            raise ValueError(
+                f"{kind} of a Partition needs {'a grid' if needs_grid else 'its order'}: make it with shape= and box="
+                f"{'' if needs_grid else ', or without ids'}"
+            )
+        if shape is not None:
+            if self.is_cut and shape != self.shape or prod(shape) != prod(self.shape):
+                raise ValueError(f"{kind}: shape={shape}, but the array has the shape {self.shape}")
+            self.shape, self.box = shape, self.box if self.is_cut else whole_box(shape)
+        self.local_shape = box_shape(self.box)
+        self.size = prod(self.local_shape)
+
+    def partition(self) -> Any:
+        """The Partition of the array, if it is cut.  Collective over the mesh."""
+        if not self.is_cut or self._part is not None:
+            return self._part
+        from mpishard.parameters.partition import Partition  # with MPI
+
+        return Partition(self._named[self._spec.name], self._mesh, shape=self.shape, box=self.box)
+
+    def values(self, what: str, given: Any, least: float = -np.inf, most: float = np.inf) -> np.ndarray:
+        """A number or array of the user's, checked, for each element of this rank, flat in float64."""
+        try:
+            found = np.asarray(arrays.to_host(given) if arrays.is_array(given) else given).astype(np.float64)
+        except (TypeError, ValueError):
+            raise TypeError(f"{self._kind}: {what}={shown(given)} must be a number or an array") from None
+        if found.ndim and found.shape not in (self.local_shape, (self.size,)):
+            raise ValueError(
+                f"{self._kind}: {what} has the shape {found.shape}, but the array {self.local_shape}; give an array of "
+                "this shape, or a flat one as long"
+            )
+        wrong = ~((found >= least) & (found <= most) & np.isfinite(found))
+        if wrong.any():
+            sides = f", and from {least:g} to {most:g}" if least > -np.inf else ""
+            raise ValueError(f"{self._kind}: {what} has the value {found[wrong].flat[0]:g}; it must be finite{sides}")
+        return np.broadcast_to(found.reshape(-1), self.size)
 
 
 def _real_array(x0: Any) -> Array:

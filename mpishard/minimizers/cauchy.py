@@ -51,6 +51,15 @@ class Curvature:
         second = self._theta * self._scale[:, None] * of_s + small.times(self._below, first)
         return first, small.solve_lower(self.lower, second)
 
+    def low_rank(self, of_s: np.ndarray, of_y: np.ndarray) -> tuple[list[float], list[float]]:
+        """``W M W' v`` of a vector with these products with S and Y, (m,): its coefficients of S and of Y."""
+        assert self.lower is not None
+        first, second = self.halves(of_s[:, None], of_y[:, None])
+        # The transposed of the lower triangle, with rows and columns in reverse, is a lower triangle.
+        solved = small.solve_lower(self.lower.T[::-1, ::-1], second[::-1])[::-1]
+        of_y = self._scale[:, None] * (small.times(self._below.T, solved) - first)
+        return (self._theta * self._scale * solved[:, 0]).tolist(), of_y[:, 0].tolist()
+
 
 def product(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     """``u' W M W' v`` for each of several u and v, of their `Curvature.halves`."""

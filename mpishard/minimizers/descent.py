@@ -52,6 +52,7 @@ class Descent(Minimizer):
         self._search: LineSearchState | None = None
         self._gradient_top = self._direction_top = 0.0
         self._met_wall = False  # a line search since the last steepest descent has ended at a wall
+        self.added_slope = 0.0  # what a penalty adds to slopes along the direction
 
     @property
     def longest_finite_step(self) -> float:
@@ -164,6 +165,7 @@ class Descent(Minimizer):
         slope = math.nan
         if finite:
             (slope,) = self.space.dots([(gradient, self._direction)], [top * self._direction_top])
+            slope += self.added_slope
         state, verdict = self.line_search.advance(search, value, slope)
         self._search, left = state, self.method.maxfun - self.progress.evaluations
         best = finite and value < search.start.value and state.best.step == search.step

@@ -42,8 +42,10 @@ class Inverse(ABC):
 
 def expect_inverse(method: Method) -> None:
     """Raise ValueError if a method learns nothing of the Hessian, or there is none at the minimum."""
-    if getattr(method, "l1", None) is not None:
-        raise ValueError("hess_inv: a function with L1 terms has no Hessian at their references; leave hess_inv out")
+    penalty = getattr(method, "penalty", None)
+    if getattr(method, "l1", None) is not None or penalty is not None:
+        kind = "L1" if penalty is None else penalty.kinds
+        raise ValueError(f"hess_inv: a function with {kind} terms has no Hessian at their kinks; leave hess_inv out")
     if not isinstance(method, LBFGS | TruncatedNewton):
         raise ValueError(
             f"hess_inv: {type(method).__name__} keeps nothing of the Hessian; 'L-BFGS-B' has its pairs, and "

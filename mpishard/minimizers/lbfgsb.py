@@ -1,4 +1,4 @@
-"""L-BFGS with bounds, and with terms ``weight |x - reference|``."""
+"""L-BFGS with bounds, and with terms that have no gradient everywhere."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from mpishard.minimizers.cauchy import Breakpoints
 from mpishard.minimizers.formulas import divide, multiply
 from mpishard.minimizers.history import ReducedHistory
 from mpishard.minimizers.lbfgs import LBFGS, QuasiNewton
-from mpishard.minimizers.method import AtReference, Elements, Limits
+from mpishard.minimizers.method import Elements, Limits
 from mpishard.minimizers.orthants import Orthant
+from mpishard.minimizers.penalty import AtReference, Penalty
+from mpishard.minimizers.proximal import ProximalQuasiNewton
 from mpishard.minimizers.space import Space
 
 Array = Any
@@ -36,7 +38,7 @@ _MUCH = 5.0  # times the decrease that `ftol` asks for
 
 @dataclass(frozen=True, kw_only=True)
 class LBFGSB(LBFGS):
-    """The L-BFGS method with bounds and L1 terms; every point at which it evaluates is feasible.
+    """The L-BFGS method with bounds, and terms without a gradient; every point at which it evaluates is feasible.
 
     An iteration minimises the quadratic model of the pairs along the projected path of steepest descent, as far as its
     first minimum: to the generalised Cauchy point.  Elements that have met their bounds there are held.  The minimum of
@@ -80,6 +82,11 @@ class LBFGSB(LBFGS):
         number, a flat array as long as the parameters, or by tensor name; None as reference: 0.  `minimize` makes it of
         each `mpishard.L1`.
 
+    penalty : object or None
+        What `minimize` makes of `mpishard.TotalVariation` and `mpishard.GroupL1`.  An iteration then minimises the
+        model with these terms, by proximal steps, and the line search asks for a decrease alone (Lee, Sun and Saunders,
+        2014); other values of `line_search` and `damping` are refused.
+
     Raises
     ------
     TypeError, ValueError
@@ -91,14 +98,24 @@ class LBFGSB(LBFGS):
     Journal on Scientific Computing 16, 1190-1208 (1995).  J. L. Morales and J. Nocedal: Remark on "Algorithm 778:
     L-BFGS-B".  ACM Transactions on Mathematical Software 38, 7 (2011).  C. Zhu, R. H. Byrd, P. Lu and J. Nocedal:
     Algorithm 778: L-BFGS-B.  ACM Transactions on Mathematical Software 23, 550-560 (1997).  G. Andrew and J. Gao:
-    Scalable training of L1-regularized log-linear models.  Proceedings of ICML, 33-40 (2007).
+    Scalable training of L1-regularized log-linear models.  Proceedings of ICML, 33-40 (2007).  J. D. Lee, Y. Sun and
+    M. A. Saunders: Proximal Newton-type methods for minimizing composite functions.  SIAM Journal on Optimization 24,
+    1420-1443 (2014).
     """
 
     bounds: Elements = None
     l1: Elements = None
+    penalty: Penalty | None = None
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Those of `LBFGS`, and of a penalty ``dual_0`` and so on."""
+        return (*super().slots, *(f"dual_{k}" for k in range(0 if self.penalty is None else self.penalty.duals)))
 
     def make(self, space: Space, vectors: Array, point: Array, limits: Limits) -> QuasiNewton:
         limits.expect_no_operators("LBFGSB")
+        if self.penalty is not None:
+            return ProximalQuasiNewton(self, space, vectors, point, limits)
         if limits.l1_weights is not None:
             return OrthantWiseQuasiNewton(self, space, vectors, point, limits)
         if limits.lower is None and limits.upper is None:

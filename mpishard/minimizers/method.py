@@ -10,12 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mpishard.arguments import integer, number, printable, shown
 from mpishard.io import log
+from mpishard.minimizers.penalty import AtReference, PenaltyOfVectors
 from mpishard.minimizers.space import LocalSpace, Space
 
 Array = Any
@@ -180,7 +181,7 @@ class Limits:
     and positive definite. `solve` in place of `weights` is the Riesz map of an inner product that is no diagonal, and
     `apply` its inverse; `factor` is L of an inner product with the inverse L L'. They are collective, too. Terms
     ``l1_weights |x - l1_reference|`` are added to the function; no weight is negative, and the reference is None where
-    it is 0 for all elements.
+    it is 0 for all elements. The terms of `penalty` are added, too.
     """
 
     lower: Array | None = None
@@ -194,6 +195,7 @@ class Limits:
     factor: Callable[[Array], Array] | None = None
     l1_weights: Array | None = None
     l1_reference: Array | None = None
+    penalty: PenaltyOfVectors | None = None
 
     def __post_init__(self) -> None:
         if self.scaling is not None and self.precondition is not None:
@@ -255,14 +257,6 @@ class Progress:
     not_finite: int = 0  # evaluations in line searches whose value or gradient was NaN or infinite
 
 
-class AtReference(NamedTuple):
-    """Elements that are at the reference of their L1 term, over all ranks."""
-
-    here: int
-    total: int  # elements that have such a term
-    is_zero: bool  # the reference of each is 0
-
-
 class Minimizer(ABC):
     """One minimisation by one method; `begin`, `tell` and `tell_product` are collective over the ranks of the space.
 
@@ -311,7 +305,12 @@ class Minimizer(ABC):
 
     @property
     def at_reference(self) -> AtReference | None:
-        """The elements of `best` that are at the reference of their L1 term; None without such terms.  Collective."""
+        """The elements, or groups, of `best` that are at their reference; None where no term has any.  Collective."""
+        return None
+
+    @property
+    def duality_gap(self) -> float | None:
+        """The gap of a penalty with a dual field at the last accepted iterate; None without one.  Collective."""
         return None
 
     def added_at(self, point: Array) -> float:
@@ -380,7 +379,8 @@ def check_metadata(method: Method, metadata: Mapping[str, Any], elements: str) -
     """
     if metadata.get(ELEMENTS, elements) != elements:
         raise ValueError(
-            "the state is of a run with other bounds, L1 terms, fixed elements, inner_product or preconditioner, on "
+            "the state is of a run with other bounds, L1 terms (or other terms without a gradient), fixed elements, "
+            "inner_product or preconditioner, on "
             f"which what {type(method).__name__} has learned depends; give the same ones, or start from the saved "
             "parameters alone"
         )

@@ -13,7 +13,8 @@ from typing import Any
 
 from mpishard.backend.array import elementwise, largest, to_host, zeros
 from mpishard.minimizers.bounds import Bounds
-from mpishard.minimizers.method import AtReference, Limits
+from mpishard.minimizers.method import Limits
+from mpishard.minimizers.penalty import AtReference
 from mpishard.minimizers.space import Space
 
 Array = Any

@@ -27,7 +27,7 @@ from mpishard.cli import main
 command._FORMULAS = (command.array,)
 for others in ("_compile_sums", "_compile_layers", "_compile_compressors"):
     setattr(command, others, lambda dtype: None)
-command._compile_least_squares = command.chebyshev_sweep = lambda *arguments: None
+command._compile_least_squares = command.chebyshev_sweep = command.dual_sweeps = lambda *arguments: None
 code = main(["compile", *sys.argv[1:]])
 assert "mpi4py.MPI" not in sys.modules, "it loads an MPI library, which a container may not have"
 sys.exit(code)
@@ -154,7 +154,7 @@ def test_a_folder_that_cannot_be_written_is_refused(
 # All kernels are compiled, of both dtypes.
 
 # Systems of least squares and solves on grids are of float64, and words of 64 bits.  Sparse rows have indices of both.
-ONLY_OF_64_BITS = {"backend/exact_gram.py", "backend/grid_sweeps.py", "_values_loop"}
+ONLY_OF_64_BITS = {"backend/exact_gram.py", "backend/grid_sweeps.py", "backend/dual_sweeps.py", "_values_loop"}
 
 
 def kernels_in(path: Path) -> set[str]:
