@@ -134,12 +134,13 @@ def _words_loop(
     words: np.ndarray,
 ) -> None:
     high, low = words
-    row, size, scale, most = 0, np.int64(starts[-1]), scales[0], 2**_PLACES
+    row, scale, most = 0, scales[0], 2**_PLACES
+    size: Any = np.int64(starts[-1])
     for begin in range(0, size, block.size):
         stop = min(begin + block.size, size)
         k = begin
         while k < stop:
-            end = min(np.int64(starts[row + 1]), stop)
+            end: Any = min(np.int64(starts[row + 1]), stop)
             for j in range(k, end):
                 scaled = data[j] * factors[row] * (scale if scales.size == 1 else scales[columns[j]])
                 block[j - begin] = np.int64(np.rint(scaled))
