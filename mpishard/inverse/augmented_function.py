@@ -40,10 +40,10 @@ class Constraints(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """This rank's value, its flat gradient, None if that is not known, and its constraints at a point."""
+    """This rank's value, its flat gradient, and its constraints at a point."""
 
     value: float
-    gradient: Array | None
+    gradient: Array  # None if it is not known
     constr: np.ndarray
 
 
@@ -183,8 +183,8 @@ class AugmentedFunction:
         """
         unknowns = self.unknowns  # whose values are those of x
         self.note_best()
-        known = self.is_at_best and self.best is not None and self.best.gradient is not None
-        found = self.best if known and self.best is not None else self._evaluated(x)
+        best = self.best if self.is_at_best else None
+        found = self._evaluated(x) if best is None or best.gradient is None else best
         self.is_at_best = False
         residuals, multipliers = self._terms(found.constr)
         with raised_on_all(self._meeting):
@@ -267,8 +267,8 @@ class AugmentedFunction:
         y = self.multipliers
         left = np.where(y > 0, constr - self.lower, np.where(y < 0, self.upper - constr, 0.0))
         beyond = constr - np.clip(constr, self.lower, self.upper)
-        each_one = beyond, np.minimum(abs(left), abs(y)), residuals, y, self.shifts
-        own = [float(np.max(np.abs(each), initial=0.0)) for each in each_one]
+        numbers = beyond, np.minimum(abs(left), abs(y)), residuals, y, self.shifts
+        own = [float(np.max(np.abs(each), initial=0.0)) for each in numbers]
         tops = np.array(self.world.allgather_object([math.nan if math.isnan(each) else each for each in own]))
         if len(tops) > 1 and not self._sums:
             from mpishard.inverse.mesh_run import check_identical
@@ -293,8 +293,10 @@ class AugmentedFunction:
         self.penalty, self.is_at_best = penalty, True
         self.shifts = np.clip(self.multipliers, -_LARGEST_MULTIPLIER, _LARGEST_MULTIPLIER)
 
-    def take_back(self, penalty: float, shifts: np.ndarray, value: float, constr: np.ndarray, is_at_best: bool) -> None:
-        """Continue with these numbers of a state, in which the value and the constraints are at the best iterate."""
+    def continue_from(
+        self, penalty: float, shifts: np.ndarray, value: float, constr: np.ndarray, is_at_best: bool
+    ) -> None:
+        """Continue with these numbers of a state; the value and the constraints are at the best iterate."""
         self.penalty, self.shifts, self.is_at_best = penalty, shifts, is_at_best
         self.best, self._last = Evaluation(value, None, constr), None
 

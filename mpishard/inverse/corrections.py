@@ -24,8 +24,8 @@ _STATUS = {"gradient": 0, "iterations": 1, "seconds": 1, "callback": 99, "signal
 _STOPPED = "callback", "signal", "seconds"
 _FATAL = ("not finite", "range", "unbounded")
 _NO_SOLUTION = (
-    "the constraints may have no common solution, or adjoint is not that of their Jacobian, which "
-    "mpishard.check_adjoint tests"
+    "the constraints may have no common solution, or the minimum no multipliers, or adjoint is not that of their "
+    "Jacobian, which mpishard.check_adjoint tests"
 )
 _GROWS, _SOON = 1.5, 3  # multipliers that none exist for grow by this factor, after so many minimisations
 _NO_MULTIPLIERS = (

@@ -104,6 +104,8 @@ class ElasticOuterLoop(Stages):
         self._optimality = float(numbers["optimality"])
         minimizer.method = replace(minimizer.method, gtol=corrections.tolerance)
         at_best = minimizer.progress.evaluations == 0
-        self._function.take_back(course.penalty, facts[NUMBERS], float(numbers["value"]), facts[_CONSTRAINTS], at_best)
+        self._function.continue_from(
+            course.penalty, facts[NUMBERS], float(numbers["value"]), facts[_CONSTRAINTS], at_best
+        )
         if minimizer.wanted is Wanted.NOTHING:  # with other tolerances it may go on
             self.told(minimizer)
