@@ -202,10 +202,10 @@ def augmented_lagrangian(
         of_user = Constraints(constraints, adjoint, lower, upper, forward, hessp)
         # Workers of an elastic run, all of which compute everything, ask each other nothing.
         among = world if workers is None else OneRank()
-        function = AugmentedFunction(functions, of_user, args, unknowns, among, reduction)
+        augmented = AugmentedFunction(functions, of_user, args, unknowns, among, reduction)
         gtol, ctol = number("gtol", gtol, least=0), number("ctol", ctol, least=0)
         maxiter = integer("maxiter", maxiter, least=1)
-        corrections = Corrections(function, gtol, ctol, maxiter)
+        corrections = Corrections(augmented, gtol, ctol, maxiter)
         first_penalty = None if penalty is None else number("penalty", penalty, above=0)
         watcher = Callback(callback)
         same |= {"method": type(chosen), "reduction": reduction, "penalty": penalty, "gtol": gtol, "ctol": ctol}
