@@ -124,6 +124,11 @@ class Join:
                 "under zero=3 all ranks make every forward pass, which gathers parameters: use zero=2 within join, or "
                 "give ranks equally many batches"
             )
+        if self._optimizer._state.cuts is not None:
+            raise ValueError(
+                "tensor ranks of a module make every pass together: make the mesh with tensor=1 within join, or give "
+                "ranks equally many batches"
+            )
         if has_norms_over_ranks(self._optimizer.module):
             raise ValueError(
                 "the module has batch norms that sum over ranks, whose forward passes all ranks must make: give ranks "
