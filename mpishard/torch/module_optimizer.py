@@ -92,10 +92,10 @@ class ModuleOptimizer(torch.optim.Optimizer):
 
         Then layers may be frozen or not, added or moved, and `as_distributed` takes the module again, as for gradual
         unfreezing.  An optimizer that nobody holds any more is closed.  Calling it twice does nothing.  Under
-        ``zero=3`` the module has all parameters afterwards; it has none if nobody holds an optimizer that was not
-        closed.
+        ``zero=3`` and on tensor ranks the module has all parameters afterwards; it cannot be used if nobody holds an
+        optimizer that was not closed.
 
-        Collective under ``zero=3``, and if a backward pass outside of `no_sync` was made since the last step.
+        Collective under ``zero=3`` and on tensor ranks, and if a backward pass outside of `no_sync` was made since the last step.
         """
         if self._end.alive:
             self._check_not_summoned("close()")
@@ -251,7 +251,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         """Scale all gradients so that their global norm is at most `max_norm`, for any `zero`; as FSDP's method.
 
         ``torch.nn.utils.clip_grad_norm_(module.parameters(), ...)`` does the same where ``p.grad`` has values: under
-        ``zero=0`` and ``zero=1``.
+        ``zero=0`` and ``zero=1``, without tensor ranks.
 
         Parameters
         ----------

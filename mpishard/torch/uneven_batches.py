@@ -62,7 +62,7 @@ def join(
     ------
     ValueError
         At the entry and on every rank, if workers take steps by themselves (`LocalSGDOptimizer`), gradients wait for
-        `synchronize_optimizer_state`, or a batch norm sums over ranks.
+        `synchronize_optimizer_state`, a batch norm sums over ranks, or tensor ranks have cut the module.
     RuntimeError
         On every rank, if ranks that have batches do different things, as a step and another backward pass.
     """
