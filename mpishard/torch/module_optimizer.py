@@ -95,7 +95,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
         ``zero=3`` and on tensor ranks the module has all parameters afterwards; it cannot be used if nobody holds an
         optimizer that was not closed.
 
-        Collective under ``zero=3`` and on tensor ranks, and if a backward pass outside of `no_sync` was made since the last step.
+        Collective under ``zero=3`` and on tensor ranks, and if a backward pass outside of `no_sync` was made since the
+        last step.
         """
         if self._end.alive:
             self._check_not_summoned("close()")

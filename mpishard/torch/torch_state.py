@@ -39,7 +39,10 @@ class TorchStateConverter:
             )
         self._rule: Rule = rule
         self._groups = groups
-        self._tensors = {**tensors, **wholes}
+        # By name, of the whole shape and without values, which ranks may have divided.
+        self._tensors = {
+            name: wholes.get(name, torch.empty(p.shape, dtype=p.dtype, device="meta")) for name, p in tensors.items()
+        }
         name_of = {id(p): name for name, p in tensors.items()}
         # In the order of PyTorch's numbers; None for a frozen parameter, which has no state.
         self._names = [name_of.get(id(p)) for group in groups.groups for p in group["params"]]
