@@ -277,9 +277,10 @@ def test_layers_of_an_encoder_of_pytorch(tensor_mesh):
 
     plan = {"layers.*.linear1": ColwiseParallel(), "layers.*.linear2": RowwiseParallel()}
     module, whole = (fresh(kind=lambda: torch.nn.TransformerEncoder(_encoder_layer(), 2)) for _ in range(2))
-    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=plan)
+    # The gradient of the bias of keys is rounding alone, which AdamW would enlarge.
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, mpishard.SGD(lr=0.1), plan=plan)
     x = torch.linspace(-1, 1, 3 * 4 * 6).double().reshape(3, 4, 6)
-    for each, which in ((module, optimizer), (whole, adamw(whole))):
+    for each, which in ((module, optimizer), (whole, torch.optim.SGD(whole.parameters(), lr=0.1))):
         (each(x) ** 3).sum().backward()
         which.step()
     with torch.no_grad():
@@ -374,6 +375,7 @@ def test_a_cut_module_says_what_it_cannot_do(tensor_mesh):
         module(torch.full((1, 2), WORDS))
     with mpishard.torch.summon_full_parameters(module), pytest.raises(ValueError, match="a step"):
         optimizer.step()
+    optimizer.zero_grad()
     loss_of(module, words_of(0)).backward()
     with pytest.raises(RuntimeError, match="clip_grad_norm_"):
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
