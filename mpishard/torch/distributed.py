@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.models import configuration_of, optimizer_of_whole_model
 from mpishard.data_parallel.optimizers import ZeRO1WithGradients
+from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.torch.buffers import MODES
+from mpishard.torch.cut_module import CutModule
 from mpishard.torch.live_groups import LiveGroups, RuleGroups, groups_of
 from mpishard.torch.memory import array_module
 from mpishard.torch.module import (
@@ -38,8 +40,11 @@ def as_distributed(
     buffers: str = "broadcast",
     shard_units: Any = "auto",
     materialize: Callable[[Any], Any] | None = None,
+    plan: Mapping[str, Any] | None = None,
 ) -> ModuleOptimizer:
     """Set up a PyTorch module for DDP or ZeRO-1, 2 or 3 over the ranks of a mesh; use the result as its optimizer.
+
+    On a mesh with tensor ranks its layers are cut over these, by a plan.
 
     The module has no wrapper and is used as before.  Its parameters become views into one flat array, with the values
     of rank 0 on all ranks, and hooks send each gradient as soon as autograd has finished it.  PyTorch gets as many
@@ -55,9 +60,9 @@ def as_distributed(
         another dtype is its master, rounded, and ``p.grad`` has the dtype of the masters.  Change the module before:
         freeze, move, load.  ``torch.compile`` may come before or after.
     mesh : Mesh or ShardingConfiguration
-        Data-parallel only.  Settings such as `max_gradient_norm`, which clips, are in a configuration.  A mesh alone
-        stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)`` with ``overlap_communication=False`` and
-        ``minimum_parameter_group_size=2**21``.
+        Without pipeline ranks.  Settings such as `max_gradient_norm`, which clips, are in a configuration.  A mesh
+        alone stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)`` with ``overlap_communication=False``
+        and ``minimum_parameter_group_size=2**21``.
     rule : Rule, torch.optim.Optimizer or ShardedOptimizer
         Such as ``mpishard.AdamW(lr=1e-3)``, whose `lr` may be a schedule; or an optimizer of PyTorch that was made for
         the parameters of the module: under ``zero=0`` it takes its own step on them; else on the rank's shards if it
@@ -86,6 +91,16 @@ def as_distributed(
         ``materialize(layer)`` is called with each submodule that has its own parameters or buffers, when these
         have memory, and fills them in place, as ``lambda layer: layer.reset_parameters()``.  The values of rank 0 are
         taken.  After an error in it, the module is in no usable state.
+    plan : mapping of str to str or ParallelStyle, optional
+        Which layers the tensor ranks of the mesh divide: the style of each by its name, in which ``*`` is any part, as
+        ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``.  Styles are the names of transformers "colwise",
+        "colwise_gather_output" or "colwise_rep", "rowwise", "rowwise_split_input" or "rowwise_rep",
+        "embedding_rowwise", "embedding_colwise", "replicate" and "replicated_with_grad_allreduce", or a
+        ``ColwiseParallel`` or ``RowwiseParallel`` of PyTorch.  Layers that it does not name are whole on each tensor
+        rank.  Default: the plan of the module itself, ``module.tp_plan``, as models of transformers have it.  Then all
+        tensor ranks of a data rank call the module with the same samples, ``p.grad`` cannot be used, and the module is
+        whole only within `summon_full_parameters` and after `ModuleOptimizer.close`.  Shoeybi et al., "Megatron-LM"
+        (2019), section 3.
 
     Returns
     -------
@@ -101,12 +116,13 @@ def as_distributed(
     config = configuration_of(mesh, overlap_communication=False, minimum_parameter_group_size=2**21)
     sharding = None
     with opening(config.mesh.world, "as_distributed") as same:  # a class of the user's may raise, too
-        check_other_trainers(module, zero)
+        mesh = config.mesh
+        check_other_trainers(module, zero == 3 or mesh.tensor.size > 1)
         tensors = ModuleTensors.of(module, on_meta=zero == 3 and materialize is not None)
         array_module(tensors.device)  # raises for a device that has no arrays
         check_unchanged(module)
         if isinstance(rule, torch.optim.Optimizer):
-            divides = zero != 0 or config.sync_every > 1
+            divides = zero != 0 or config.sync_every > 1 or mesh.tensor.size > 1
             rule = rule_of_optimizer(rule, tensors.trained, divides=divides)
             numbers = rule.of_optimizer.division.numbers
             if numbers and config.sync_every > 1:
@@ -114,20 +130,26 @@ def as_distributed(
                     f"sync_every={config.sync_every}: a worker may skip a step alone, and {rule.of_optimizer.what} "
                     f"counts {', '.join(map(repr, numbers))} in its groups; use sync_every=1"
                 )
-        optimizer = optimizer_of_whole_model("a PyTorch module", rule, config, zero, shards_parameters=True)
-        if zero == 1 and not config.reproducible and config.compressor is None and config.loss_scale is None:
+        optimizer = optimizer_of_whole_model(
+            "a PyTorch module", rule, config, zero, shards_parameters=True, splits_tensors=True
+        )
+        cuts = CutModule.of(module, plan, mesh, tensors.trained, tensors.frozen)
+        if cuts is not None:
+            _check_cuts(optimizer, materialize)
+            same["plan"] = cuts.described
+        elif zero == 1 and not config.reproducible and config.compressor is None and config.loss_scale is None:
             optimizer = ZeRO1WithGradients(optimizer.rule, config)
         groups = groups_of(optimizer.rule, tensors.trained)
         if buffers not in MODES:
             raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
         same |= {"zero": zero, "buffers": buffers, **tensors.described}
         if zero == 3:
-            sharding = Sharding.of(module, tensors, shard_units, config.mesh.data, materialize, divides_frozen=True)
+            sharding = Sharding.of(module, tensors, shard_units, mesh.data, materialize, divides_frozen=True)
             same["shard_units"] = sharding.described
         elif materialize is not None or not (isinstance(shard_units, str) and shard_units == "auto"):
             raise ValueError(f"shard_units and materialize are for zero=3, which divides the parameters; zero={zero!r}")
-    torch.set_num_threads(config.mesh.blas_threads)
-    state = state_of(module, tensors, buffers, sharding)
+    torch.set_num_threads(mesh.blas_threads)
+    state = state_of(module, tensors, buffers, sharding, cuts)
     before: Any = optimizer.rule
     try:
         if isinstance(groups, RuleGroups):
@@ -146,12 +168,27 @@ def as_distributed(
     return ModuleOptimizer(state, optimizer, groups)
 
 
+def _check_cuts(optimizer: ShardedOptimizer, materialize: Any) -> None:
+    """Raise ValueError for what tensor ranks of a module cannot do."""
+    mesh = optimizer.mesh
+    if optimizer.strategy_class.workers_differ:
+        raise ValueError(
+            f"{type(optimizer).__name__} with tensor={mesh.tensor.size}: workers that take steps by themselves have "
+            "whole modules; use sync_every=1 and zero=0 to 3, or make the mesh with tensor=1"
+        )
+    if materialize is not None:
+        raise ValueError(
+            f"materialize fills a module without values unit by unit, and tensor={mesh.tensor.size} ranks cut values: "
+            "make the module with values, or the mesh with tensor=1"
+        )
+
+
 def summon_full_parameters(module: Any, *, writeback: bool = True) -> AbstractContextManager[None]:
-    """A context in which a module under ``zero=3`` has all its parameters, on every rank.
+    """A context in which a module under ``zero=3``, or on tensor ranks, has all its parameters, on every rank.
 
     For its ``state_dict()``, for looking at parameters, and for changing them.  Clone the tensors that are to be used
-    after it: they share the memory that is freed then.  Under another `zero` a module has its parameters always, and
-    nothing happens.
+    after it: they share the memory that is freed then.  Else a module has its parameters always, and nothing happens.
+    Passes of a module that tensor ranks have cut are those of the whole module meanwhile.
 
     Collective over the mesh, at entry and exit.
 
@@ -175,4 +212,4 @@ def summon_full_parameters(module: Any, *, writeback: bool = True) -> AbstractCo
     state = known_state(module)
     if state is None:
         raise ValueError("summon_full_parameters is for a module that as_distributed has made distributed")
-    return nullcontext() if state.units is None else state.units.summoned(writeback)
+    return state.summoned(writeback)

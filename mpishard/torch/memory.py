@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from mpishard.backend import array as arrays
+from mpishard.comm.axis import Axis
 
 Array = Any
 
@@ -49,6 +50,17 @@ def finish_stream(tensor: Any) -> None:
         stream = torch.cuda.current_stream(tensor.device)
         if stream != torch.cuda.default_stream(tensor.device):
             stream.synchronize()
+
+
+def broadcast_values(tensor: Any, axis: Axis) -> None:
+    """Copy the values of a tensor of any dtype from rank 0. Collective."""
+    values = tensor.detach().contiguous()
+    finish_stream(values)
+    memory = as_array(values.reshape(-1).view(torch.uint8))
+    axis.broadcast(memory, label="parameters")
+    arrays.ready(memory)  # PyTorch may continue in another stream of a GPU
+    if values.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(values)
 
 
 def as_array(tensor: Any) -> Array:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import hashlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 from mpishard.arguments import listed
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
-from mpishard.layout.tensors import Piece
-from mpishard.parameters.flat import FlatParameters
+from mpishard.layout.tensors import WHOLE, Piece
+from mpishard.parameters.flat import FlatParameters, flat_of_tensors
 from mpishard.torch.buffers import BufferOwner, Buffers
+from mpishard.torch.cut_module import CutModule, check_is_whole, specs_of
 from mpishard.torch.gradient_hooks import GradientHooks, ProblemHooks
 from mpishard.torch.memory import (
     array_module,
@@ -24,15 +26,15 @@ from mpishard.torch.memory import (
     as_numbers,
     as_reals,
     as_tensor,
+    broadcast_values,
     master_dtype,
     take_changed,
 )
 from mpishard.torch.sharded_module import ShardedModule
-from mpishard.torch.units import Unit, units_of, units_text
+from mpishard.torch.units import Unit, plain_name, units_of, units_text
 
 Array = Any
 
-_COMPILED = "_orig_mod."  # torch.compile puts it into the names of a module
 _WHEN = "before as_distributed, or after close() of what it returned"
 _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -108,11 +110,6 @@ class ModuleTensors:
         """The device of all parameters; the default one if they have no values yet."""
         device = next(iter(self.trained.values())).device
         return torch.get_default_device() if device.type == "meta" else device
-
-
-def plain_name(name: str) -> str:
-    """The name of a tensor in the module before `torch.compile`, from `named_parameters`."""
-    return name.replace(_COMPILED, "")
 
 
 def _persistent_buffers(module: Any) -> list[tuple[str, Any]]:
@@ -261,8 +258,16 @@ class ModuleState:
     array, which has its master.
     """
 
-    def __init__(self, module: Any, tensors: ModuleTensors, buffers: str, sharding: Sharding | None = None) -> None:
+    def __init__(
+        self,
+        module: Any,
+        tensors: ModuleTensors,
+        buffers: str,
+        sharding: Sharding | None = None,
+        cuts: CutModule | None = None,
+    ) -> None:
         self.module = module
+        self.cuts = cuts
         self.users: int = 0  # optimizers and problems in use that train the module by this state
         self._let_go = False
         self._divides_frozen = False
@@ -271,11 +276,16 @@ class ModuleState:
         self.parameters: FlatParameters
         self.units: ShardedModule | None = None
         self._rounded: dict[str, tuple[Any, Any]] = {}  # parameters of another dtype than their masters, and these
+        if cuts is not None:
+            cuts.cut(tensors.buffers)
         if sharding is None:
             # In the order of their indices; channels_last has its own order in memory only.
             real = master_dtype(tensors.trained)
             plain = {name: as_reals(p.detach()).to(real).contiguous() for name, p in tensors.trained.items()}
-            self.parameters = FlatParameters.of(plain, module=array_module(tensors.device))
+            flat, _ = flat_of_tensors(plain, array_module(tensors.device))
+            place = WHOLE if cuts is None else cuts.place
+            self.parameters = FlatParameters.over(flat, specs_of(tensors.trained, cuts), place)
+            self.parameters.sums_by_mpi = cuts is not None
             for name, p in tensors.trained.items():
                 memory = as_numbers(as_tensor(self.parameters[name]), p)
                 if p.dtype == memory.dtype:
@@ -297,6 +307,7 @@ class ModuleState:
                 sharding.axis,
                 device,
                 sharding.materialize,
+                cuts,
             )
             self._divides_frozen = sharding.divides_frozen
             self.parameters = self.units.parameters
@@ -351,11 +362,7 @@ class ModuleState:
         self.buffers.broadcast(axis)
         if axis.size > 1 and not self._divides_frozen:  # which have those of rank 0 already
             for p in self._frozen.values():
-                values = p.detach().contiguous()
-                memory = as_array(values.reshape(-1).view(torch.uint8))
-                axis.broadcast(memory, label="parameters")
-                arrays.ready(memory)  # PyTorch may continue in another stream of a GPU
-                p.data.copy_(values)
+                broadcast_values(p, axis)
 
     def synchronize(self, axis: Axis) -> None:
         self.round_masters()
@@ -379,18 +386,21 @@ class ModuleState:
         if not pieces:
             return {}
         flat = as_tensor(self.parameters.gather())
-        return {each.name: flat[each.start : each.start + each.size].clone().view(each.shape) for each in pieces}
+        own = {each.name: flat[each.start : each.start + each.size].clone().view(each.shape) for each in pieces}
+        return own if self.cuts is None else {name: self.cuts.whole(name, values) for name, values in own.items()}
 
     @masters.setter
     def masters(self, masters: Mapping[str, Any]) -> None:
         for name, values in masters.items():
+            values = values if self.cuts is None else self.cuts.own_part(name, values)
             self.parameters.assign(name, as_array(values.to(next(iter(self._trained.values())).device, self.dtype)))
         self.round_masters()
 
     @property
     def master_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of `masters`. Not collective."""
-        return {piece.name: piece.shape for piece in self._master_pieces}
+        shape_of = {spec.name: spec.shape for spec in self.parameters.specs}
+        return {piece.name: shape_of[piece.name] for piece in self._master_pieces}
 
     @property
     def _master_pieces(self) -> list[Piece]:
@@ -412,20 +422,38 @@ class ModuleState:
     def release(self) -> None:
         """Remove a user; after the last one the module is one of PyTorch alone, with its present values.
 
-        Under ZeRO-3 it has no values then, unless `unshard` has given it some.
+        Where ranks divide its parameters it is in no usable state then, unless `unshard` has made it whole.
         """
         self.users -= 1
         if not self.users:
             self._let_go = True
-            if self.units is not None:
-                self.units.remove(restores=False)
+            for divided in (self.units, self.cuts):
+                if divided is not None:
+                    divided.remove(restores=False)
             self.hooks.remove()
             _states.pop(self.module, None)
 
     def unshard(self) -> None:
-        """Before the last user goes, give the module whole parameters again, under ZeRO-3. Collective then."""
-        if self.units is not None and self.users == 1:
-            self.units.remove(restores=True)
+        """Before the last user goes, give the module whole parameters again, if ranks divide them. Collective then."""
+        for divided in (self.units, self.cuts) if self.users == 1 else ():
+            if divided is not None:
+                divided.remove(restores=True)
+
+    @contextmanager
+    def summoned(self, writeback: bool) -> Iterator[None]:
+        """A context in which the module has whole parameters, see `summon_full_parameters`."""
+        with ExitStack() as stack:
+            if self.units is not None:
+                stack.enter_context(self.units.summoned(writeback))
+            if self.cuts is not None:
+                stack.enter_context(self.cuts.summoned(writeback, self.units is None))
+            yield
+
+    def check_not_summoned(self, what: str, **how: str) -> None:
+        """Raise ValueError within `summoned`, in which `what` would not do what it says."""
+        for divided in (self.units, self.cuts):
+            if divided is not None:
+                divided.check_not_summoned(what, **how)
 
     def _memory_of(self, name: str, p: Any) -> tuple[Any, ...]:
         at = p.data_ptr() if self.units is None else self.units.is_here(name)
@@ -442,6 +470,9 @@ class ModuleState:
                 "the module was let go: the optimizer of as_distributed was closed or collected as garbage; keep it, "
                 "or call as_distributed again"
             )
+        self.check_not_summoned("a step")
+        if self.cuts is not None and self.cuts.problem is not None:
+            raise self.cuts.problem
         with torch._C.DisableTorchFunctionSubclass():  # parameters freed under zero=3 have Python functions
             for name, p, memory in self._memory:
                 if self._memory_of(name, p) != memory:
@@ -464,8 +495,6 @@ class ModuleState:
                 table.get(name) is not each for name, each in before
             ):  # tensors have no truth value
                 raise ValueError(f"the module was changed after it was made distributed: {self._changes()}")
-        if self.units is not None:
-            self.units.check_not_summoned("a step")
         self.hooks.take_changes()
         self.buffers.take_back()
 
@@ -481,14 +510,20 @@ class ModuleState:
         return f"{', '.join(found[:3]) or 'it has other submodules'}; change it {_WHEN}"
 
 
-def state_of(module: Any, tensors: ModuleTensors, buffers: str, sharding: Sharding | None = None) -> ModuleState:
+def state_of(
+    module: Any,
+    tensors: ModuleTensors,
+    buffers: str,
+    sharding: Sharding | None = None,
+    cuts: CutModule | None = None,
+) -> ModuleState:
     """The state of a module, compiled or not, without gradients: the one that others use, or a new one. Adds a user.
 
-    With `sharding` it is collective. Raises ValueError if the module was changed since the state was made.
+    With `sharding` or `cuts` it is collective. Raises ValueError if the module was changed since the state was made.
     """
     module, found = _known(module)
     if found is None:
-        found = _states[module] = ModuleState(module, tensors, buffers, sharding)
+        found = _states[module] = ModuleState(module, tensors, buffers, sharding, cuts)
     else:
         found.check_intact()
         found.take_values()
@@ -513,15 +548,21 @@ def check_unchanged(module: Any) -> None:
             found.check_intact()
 
 
-def check_other_trainers(module: Any, zero: int) -> None:
-    """Raise ValueError if another optimizer trains a module, and one of the two divides its parameters by ZeRO-3."""
+def check_other_trainers(module: Any, divides: bool) -> None:
+    """Raise ValueError if another optimizer trains a module, and one of the two divides its parameters.
+
+    That is the one which asks if it `divides`. Or if a module was left with parts of them.
+    """
     for _ in range(2):
         found = known_state(module) if isinstance(module, torch.nn.Module) else None
-        if found is None or (zero != 3 and found.units is None):
+        if found is None and isinstance(module, torch.nn.Module):
+            check_is_whole(module)
+        if found is None or not (divides or found.units or found.cuts):
             return
         gc.collect()  # an optimizer without references may be in a circle
     raise ValueError(
-        "another optimizer or problem trains this module, and one of the two divides its parameters, as zero=3 does: "
+        "another optimizer or problem trains this module, and one of the two divides its parameters, as zero=3 and "
+        "tensor ranks do: "
         "call close() of what the other as_distributed returned; after a problem with shard_units load what the "
         "module's state_dict() returns within summon_full_parameters into another module"
     )

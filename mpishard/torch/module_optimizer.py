@@ -39,7 +39,8 @@ def loop_hooks(state: ModuleState, optimizer: ShardedOptimizer) -> LoopHooks:
     strategy, config = optimizer.state.strategy, optimizer.config
     given = state.parameters, state.tensors.trained, state.units
     compares_calls = not optimizer.strategy_class.workers_differ
-    if not strategy.reducer.keeps_memory or config.loss_scale not in (None, 1):
+    # The norm of a part, as of torch.nn.utils.clip_grad_norm_, would be another one on each tensor rank.
+    if not strategy.reducer.keeps_memory or config.loss_scale not in (None, 1) or state.cuts is not None:
         return SentHooks(*given, compares_calls=compares_calls)
     if not (strategy.sums_are_everywhere and config.auto_sync_gradients):
         return LocalHooks(*given, compares_calls=compares_calls)
@@ -91,10 +92,11 @@ class ModuleOptimizer(torch.optim.Optimizer):
 
         Then layers may be frozen or not, added or moved, and `as_distributed` takes the module again, as for gradual
         unfreezing.  An optimizer that nobody holds any more is closed.  Calling it twice does nothing.  Under
-        ``zero=3`` the module has all parameters afterwards; it has none if nobody holds an optimizer that was not
-        closed.
+        ``zero=3`` and on tensor ranks the module has all parameters afterwards; it cannot be used if nobody holds an
+        optimizer that was not closed.
 
-        Collective under ``zero=3``, and if a backward pass outside of `no_sync` was made since the last step.
+        Collective under ``zero=3`` and on tensor ranks, and if a backward pass outside of `no_sync` was made since the
+        last step.
         """
         if self._end.alive:
             self._check_not_summoned("close()")
@@ -111,8 +113,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         return hooks
 
     def _check_not_summoned(self, what: str, **how: str) -> None:
-        if self._state.units is not None:
-            self._state.units.check_not_summoned(what, **how)
+        self._state.check_not_summoned(what, **how)
 
     @property
     def module(self) -> Any:
@@ -208,6 +209,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
     def _take_step(self, count: float | None) -> None:
         first = not self.optimizer.clock
         hooks = self._hooks
+        if self._state.cuts is not None:
+            self._state.cuts.compare_gradients()
         ranks = hooks.complete()
         hooks.end_sums()
         self.unused_parameters = hooks.unused
@@ -249,7 +252,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         """Scale all gradients so that their global norm is at most `max_norm`, for any `zero`; as FSDP's method.
 
         ``torch.nn.utils.clip_grad_norm_(module.parameters(), ...)`` does the same where ``p.grad`` has values: under
-        ``zero=0`` and ``zero=1``.
+        ``zero=0`` and ``zero=1``, without tensor ranks.
 
         Parameters
         ----------
@@ -407,10 +410,15 @@ class ModuleOptimizer(torch.optim.Optimizer):
             state_dict["masters"] = masters
         return state_dict
 
+    def _converter(self) -> TorchStateConverter:
+        state = self._state
+        wholes = {} if state.cuts is None else state.cuts.wholes
+        return TorchStateConverter(self.optimizer.rule, self._groups, state.hooks.tensors, wholes)
+
     def _torch_state(self) -> dict[str, Any]:
         if self._whole_steps is not None:
             return self._whole_steps.to_torch()
-        converter = TorchStateConverter(self.optimizer.rule, self._groups, self._state.hooks.tensors)
+        converter = self._converter()
         self.optimizer.state.consolidate()
         return converter.to_torch(self.optimizer.state.gather())
 
@@ -424,7 +432,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
                 counters = self.optimizer.state.counters
                 counters.steps, counters.skipped_steps = steps_of(state_dict), 0
                 return
-            converter = TorchStateConverter(self.optimizer.rule, self._groups, self._state.hooks.tensors)
+            converter = self._converter()
             image = encode(converter.from_torch(state_dict, parameters.specs, parameters.dtype))
         self.optimizer.deserialize(image)
 

@@ -87,7 +87,7 @@ def problem(
         if known is not None and before is not None and mesh is not None and before.axis is mesh.data:
             tensors = known.tensors
         else:
-            check_other_trainers(module, 0 if shard_units is None else 3)
+            check_other_trainers(module, shard_units is not None)
             tensors = ModuleTensors.of(module, on_meta=shard_units is not None and materialize is not None)
         if (mesh is None) != (shard_units is None) or (materialize is not None and shard_units is None):
             raise ValueError(

@@ -23,10 +23,11 @@ from mpishard.backend import array as arrays
 from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
-from mpishard.layout.tensors import ParameterSpec
+from mpishard.layout.tensors import WHOLE, ParameterSpec
 from mpishard.parameters.flat import FlatParameters, TensorLayout
 from mpishard.parameters.zero3_units import ShardedUnits
-from mpishard.torch.memory import array_module, as_reals, finish_stream, master_dtype
+from mpishard.torch.cut_module import CutModule, specs_of
+from mpishard.torch.memory import array_module, finish_stream, master_dtype
 from mpishard.torch.unit_storages import UnitStorages
 from mpishard.torch.units import Unit, UnitCall, tensors_in, units_text
 
@@ -46,7 +47,8 @@ class ShardedModule:
     flat arrays; all runs are numbered, those of the trained parameters first.
 
     Methods are collective over `axis`, whose ranks must run the same units in the same order. `materialize` fills a
-    module whose parameters have no values yet, see `as_distributed`. Raises what that raises on any rank, on all.
+    module whose parameters have no values yet, see `as_distributed`; `cuts` are those over tensor ranks, which were
+    made before. Raises what that raises on any rank, on all.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ShardedModule:
         axis: Axis,
         device: Any,
         materialize: Any,
+        cuts: CutModule | None,
     ) -> None:
         self.units = list(units)
         self._module = module
@@ -70,12 +73,14 @@ class ShardedModule:
         first = next(iter(tensors.values()))
         like = self._like = torch.empty(0, dtype=master_dtype(tensors), device=device)
         self.parameters: FlatParameters = FlatParameters(
-            [ParameterSpec(name, tuple(as_reals(p.detach()).shape)) for name, p in tensors.items()],
+            specs_of(tensors, cuts),
             str(like.dtype).removeprefix("torch."),
             module=array_module(device),
+            place=WHOLE if cuts is None else cuts.place,
             units=_runs(tensors, self._of_name),
             sharded_over=axis,
         )
+        self.parameters.sums_by_mpi = cuts is not None
         # The largest elements of a unit come first, so that all of them begin at multiples of their size.
         by_unit = [sorted(unit.frozen, key=lambda name: -frozen[name].element_size()) for unit in units]
         self._layouts = [

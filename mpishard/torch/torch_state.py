@@ -23,11 +23,14 @@ from mpishard.torch.torch_steps import STEP_KEY, pack, unpack
 class TorchStateConverter:
     """Converts the full state of an optimizer for a module to a ``state_dict`` of PyTorch, and back.
 
-    `groups` are those of its rule, and `tensors` the parameters by name. Raises ValueError if PyTorch has no such
+    `groups` are those of its rule, and `tensors` the parameters by name; `wholes` stand for those that ranks have cut,
+    and have their whole shape. Raises ValueError if PyTorch has no such
     optimizer.
     """
 
-    def __init__(self, rule: Any, groups: ParameterGroups, tensors: Mapping[str, Any]) -> None:
+    def __init__(
+        self, rule: Any, groups: ParameterGroups, tensors: Mapping[str, Any], wholes: Mapping[str, Any]
+    ) -> None:
         name = type(rule).__name__
         if not isinstance(rule, TorchRule) and (not hasattr(torch.optim, name) or isinstance(rule, Muon)):
             raise ValueError(
@@ -36,7 +39,10 @@ class TorchStateConverter:
             )
         self._rule: Rule = rule
         self._groups = groups
-        self._tensors = tensors
+        # By name, of the whole shape and without values, which ranks may have divided.
+        self._tensors = {
+            name: wholes.get(name, torch.empty(p.shape, dtype=p.dtype, device="meta")) for name, p in tensors.items()
+        }
         name_of = {id(p): name for name, p in tensors.items()}
         # In the order of PyTorch's numbers; None for a frozen parameter, which has no state.
         self._names = [name_of.get(id(p)) for group in groups.groups for p in group["params"]]

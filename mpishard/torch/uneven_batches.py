@@ -62,7 +62,7 @@ def join(
     ------
     ValueError
         At the entry and on every rank, if workers take steps by themselves (`LocalSGDOptimizer`), gradients wait for
-        `synchronize_optimizer_state`, or a batch norm sums over ranks.
+        `synchronize_optimizer_state`, a batch norm sums over ranks, or tensor ranks have cut the module.
     RuntimeError
         On every rank, if ranks that have batches do different things, as a step and another backward pass.
     """
@@ -123,6 +123,11 @@ class Join:
             raise ValueError(
                 "under zero=3 all ranks make every forward pass, which gathers parameters: use zero=2 within join, or "
                 "give ranks equally many batches"
+            )
+        if self._optimizer._state.cuts is not None:
+            raise ValueError(
+                "tensor ranks of a module make every pass together: make the mesh with tensor=1 within join, or give "
+                "ranks equally many batches"
             )
         if has_norms_over_ranks(self._optimizer.module):
             raise ValueError(

@@ -15,6 +15,7 @@ import torch
 _LARGEST_PART = 4
 # Elements of a layer that "auto" makes a unit, at least: the messages of smaller ones take longer than their bytes.
 SMALLEST_UNIT = 2**15
+_COMPILED = "_orig_mod."  # torch.compile puts it into the names of a module
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
 HOW_TO_SAVE = (
     "to save it, call save_checkpoint() of the optimizer of as_distributed, or give torch.save() what its state_dict() "
@@ -130,6 +131,11 @@ def _large_layers(module: Any, size: int) -> set[int]:
         within = set() if is_unit and own * _LARGEST_PART <= size else _large_layers(child, size)
         found |= within | ({id(child)} if is_unit else set())
     return found
+
+
+def plain_name(name: str) -> str:
+    """The name of a tensor or submodule in the module before `torch.compile`."""
+    return name.replace(_COMPILED, "")
 
 
 def tensors_in(found: Any, seen: set[int] | None = None) -> Iterator[Any]:

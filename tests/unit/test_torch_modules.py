@@ -13,7 +13,7 @@ import mpishard
 
 torch = pytest.importorskip("torch")
 from mpishard.torch import buffers as torch_buffers  # noqa: E402
-from mpishard.torch import distributed, module_optimizer, torch_rule, torch_steps  # noqa: E402
+from mpishard.torch import distributed, memory, module_optimizer, torch_rule, torch_steps  # noqa: E402
 from mpishard.torch import module as module_state  # noqa: E402
 from mpishard.torch.buffers import Buffers  # noqa: E402
 from mpishard.torch.module import ModuleTensors, check_unchanged, state_of  # noqa: E402
@@ -486,7 +486,7 @@ def test_streams_of_the_user_get_what_ranks_have_spread(monkeypatch):
     """On a GPU they do not wait for CuPy."""
     waited = []
     spy = SimpleNamespace(ready=lambda array: waited.append(array.tobytes()))
-    for each in (distributed, module_optimizer, module_state):
+    for each in (distributed, module_optimizer, memory):
         monkeypatch.setattr(each, "arrays", spy)
     made = module()
     with mpishard.Mesh(MPI.COMM_SELF) as mesh:

@@ -1,0 +1,450 @@
+"""A PyTorch module whose layers are cut over the tensor axis by a plan: its parts, its passes, and its checks.
+
+Each rank of the axis has its part of each parameter that the plan cuts, and all of the others. A layer that is cut has
+another forward pass, which communicates as `mpishard.torch.tensor_ops` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from mpishard.arguments import flag, listed
+from mpishard.backend import array as arrays
+from mpishard.comm.agreement import agree_on_settings, opening, text_of
+from mpishard.comm.mesh import Mesh
+from mpishard.layout.boxes import run_lengths, whole_box
+from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
+from mpishard.nn.tensor_parallel import AdjointPair, Copy, GatherColumns, Reduce, ScatterColumns
+from mpishard.torch.buffers import as_fact
+from mpishard.torch.memory import as_array, as_reals, broadcast_values, finish_stream
+from mpishard.torch.plans import LayerCut, cuts_of, dropout_rate, styles_of, terms_of
+from mpishard.torch.tensor_ops import moved
+from mpishard.torch.units import HOW_TO_SAVE, plain_name, tensors_in
+
+# The first steps in which ranks compare the gradients of what all of them have whole.
+_FIRST_STEPS = 2
+# Of its sum of absolute values: what rounding may change, and what a wrong plan exceeds.
+_TOLERANCE = 1e-3
+_SMALLEST = 1e-6  # of the largest of these sums: smaller ones may be rounding alone
+
+
+class TensorPart(NamedTuple):
+    """How a parameter is cut: rank r has ``[offsets[r], offsets[r + 1])`` of a dimension."""
+
+    dim: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer that is cut, with the forward pass that it had, and what its other side is gathered or cut by."""
+
+    cut: LayerCut
+    own: Any
+    pair: AdjointPair | None
+
+
+class _Hook(partial):
+    """What a `CutModule` has put into the module, which pickle and copy meet first."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.args[0].__reduce_ex__(protocol)
+
+
+class CutModule:
+    """The layers of a module that are cut over the tensor axis of a mesh, and the parts of this rank.
+
+    Nothing is changed before `cut`. `tensors` are all parameters by name, `terms` the names of those that stay whole
+    and of whose gradients each rank has a term. Methods are collective over the tensor axis, unless they say otherwise.
+    """
+
+    def __init__(
+        self, module: Any, mesh: Mesh, cuts: list[LayerCut], tensors: Mapping[str, Any], terms: frozenset[str]
+    ) -> None:
+        self._module = module
+        self._mesh = mesh
+        self._axis = mesh.tensor
+        self._cuts = cuts
+        self._tensors = dict(tensors)
+        self._terms = terms
+        self._parts = _parts_of(module, cuts, tensors)
+        self._enter, self._leave = Copy(self._axis), Reduce(self._axis)
+        self._entered: tuple[Any, int, Any] = None, 0, None  # the last input that was entered, its version, the result
+        self._drops = dropout_rate(module) > 0
+        # The parameters whose gradients are the same on all ranks.
+        self._alike = [
+            name for name, p in tensors.items() if p.requires_grad and name not in self._parts and name not in terms
+        ]
+        self._handles: list[Any] = []
+        self._summoned = False
+        self._is_lost = False
+        self._sums: dict[str, tuple[float, float]] = {}  # of gradients of whole parameters, and of absolute values
+        self._compared = 0  # steps in which ranks have compared these
+        self.problem: ValueError | None = None  # what they have found
+
+    @classmethod
+    def of(
+        cls, module: Any, plan: Any, mesh: Mesh, trained: Mapping[str, Any], frozen: Mapping[str, Any]
+    ) -> CutModule | None:
+        """The cuts of a module, compiled or not, by a plan or its own; None on a mesh of one tensor rank.
+
+        Not collective. Raises TypeError or ValueError if the plan does not fit the module or the mesh.
+        """
+        module = getattr(module, "_orig_mod", module)
+        ranks = mesh.tensor.size
+        if plan is None and ranks == 1:
+            return None
+        styles = styles_of(module, plan)
+        cuts = cuts_of(module, styles, ranks)
+        if ranks == 1:
+            return None
+        if not cuts:
+            raise ValueError(
+                f"the mesh has tensor={ranks}, and {'the plan' if plan else 'this ' + type(module).__name__} cuts no "
+                "layer: give a plan of layers that ranks divide, as plan={'layers.*.up': 'colwise', 'layers.*.down': "
+                "'rowwise'}, or make the mesh with tensor=1"
+            )
+        names = {id(p): name for name, p in {**trained, **frozen}.items()}
+        terms = frozenset(names[id(p)] for p in terms_of(module, styles))
+        return cls(module, mesh, cuts, {**trained, **frozen}, terms)
+
+    @property
+    def described(self) -> str:
+        """The cuts, as a short text that differs where they do."""
+        each = [f"{cut.path} {cut.style} {cut.offsets}" for cut in self._cuts] + sorted(self._terms)
+        mark = hashlib.blake2b("\n".join(each).encode(), digest_size=4).hexdigest()
+        return f"{len(self._cuts)} layers cut [{mark}]"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a module cut over tensor ranks belongs to its mesh and cannot be copied or pickled: {HOW_TO_SAVE}"
+        )
+
+    # -- the parts of this rank ---------------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> ModelParallelRank:
+        """The tensor rank."""
+        return self._mesh.place
+
+    @property
+    def wholes(self) -> dict[str, Any]:
+        """The parameters that are cut, by name, as tensors without values of their whole shape."""
+        return {
+            name: torch.empty(part.shape, dtype=self._tensors[name].dtype, device="meta")
+            for name, part in self._parts.items()
+        }
+
+    def spec(self, name: str, shape: tuple[int, ...]) -> ParameterSpec:
+        """The spec of a parameter that has a shape here."""
+        part = self._parts.get(name)
+        if part is None:
+            return ParameterSpec(name, shape, partial=name in self._terms)
+        boxes = []
+        for start, stop in zip(part.offsets, part.offsets[1:], strict=False):
+            box = list(whole_box(part.shape))
+            box[part.dim] = (start, stop)
+            boxes.append(tuple(box))
+        return ParameterSpec(name, part.shape, parts=tuple(boxes))
+
+    def own_part(self, name: str, whole: Any) -> Any:
+        """This rank's part of a parameter, as a view. Not collective."""
+        part = self._parts.get(name)
+        if part is None:
+            return whole
+        start, stop = part.offsets[self._axis.rank : self._axis.rank + 2]
+        return whole.narrow(part.dim, start, stop - start)
+
+    def whole(self, name: str, own: Any) -> Any:
+        """A parameter, from the parts of all ranks; the parameter itself if it is not cut."""
+        part = self._parts.get(name)
+        if part is None:
+            return own
+        values = own.detach().contiguous()
+        one = values.numel() // values.shape[part.dim]
+        counts = [one * length for length in run_lengths(part.offsets)]
+        joined = torch.empty(sum(counts), dtype=own.dtype, device=own.device)
+        nbytes = [count * own.element_size() for count in counts]
+        finish_stream(values)
+        memory = as_array(joined.view(torch.uint8))
+        self._axis.all_gather(memory, as_array(values.reshape(-1).view(torch.uint8)), nbytes, label="parameters")
+        arrays.ready(memory)
+        shape = list(own.shape)
+        found = []
+        for values, length in zip(joined.split(counts), run_lengths(part.offsets), strict=True):
+            shape[part.dim] = length
+            found.append(values.view(shape))
+        return torch.cat(found, part.dim)
+
+    def cut(self, buffers: Mapping[str, Any]) -> None:
+        """Leave this rank its part of each parameter, with the values of tensor rank 0, and cut the passes."""
+        for buffer in buffers.values():
+            broadcast_values(buffer, self._axis)
+        for name, p in self._tensors.items():
+            broadcast_values(p, self._axis)
+            if name in self._parts:
+                p.data = self.own_part(name, p.detach()).clone(memory_format=torch.contiguous_format)
+                p.grad = None
+        # torch.compile would try to trace the messages.
+        own = CutModule._run, CutModule._check_input, CutModule._before, CutModule._after
+        run, check, before, after = map(torch.compiler.disable, own)
+        for cut in self._cuts:
+            cut.layer.forward = _Hook(run, self, self._layer_of(cut))
+            # PyTorch has paths past the forward pass of a layer, which it takes for layers without hooks.
+            self._handles.append(cut.layer.register_forward_pre_hook(_Hook(check, self, cut)))
+        parts = {id(self._tensors[name]) for name in self._parts}
+        refuse = _Hook(CutModule._check_summoned, self)
+        for child in self._module.modules():
+            if any(id(p) in parts for p in child.parameters()):
+                self._handles.append(child.register_state_dict_pre_hook(refuse))
+                self._handles.append(child.register_load_state_dict_pre_hook(refuse))
+        self._handles += [
+            self._module.register_forward_pre_hook(_Hook(before, self), prepend=True, with_kwargs=True),
+            self._module.register_forward_hook(_Hook(after, self), always_call=True),
+        ]
+        for name in self._alike:
+            hook = _Hook(CutModule._note_gradient, self, name)
+            self._handles.append(self._tensors[name].register_post_accumulate_grad_hook(hook))
+
+    def remove(self, restores: bool) -> None:
+        """Remove what `cut` has changed; if `restores`, give the module whole parameters, else its passes raise.
+
+        Collective then.
+        """
+        if self._is_lost or not self._handles:
+            return
+        if not restores:
+            self._is_lost = True
+            return
+        for name in self._parts:
+            self._tensors[name].data = self.whole(name, self._tensors[name])
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for cut in self._cuts:
+            del cut.layer.forward
+
+    def check_not_summoned(self, what: str, would: str = "be undone at its end") -> None:
+        """Raise ValueError within `summoned`, as `ShardedModule.check_not_summoned`. Not collective."""
+        if self._summoned:
+            raise ValueError(f"{what} within summon_full_parameters would {would}: leave the context before")
+
+    @contextlib.contextmanager
+    def summoned(self, writeback: bool, whole_on_data_ranks: bool) -> Iterator[None]:
+        """Give the module whole parameters; at the end rank 0's values are those of all ranks, or are dropped.
+
+        Of the data ranks, too, if these are `whole_on_data_ranks`. Meanwhile the module computes by itself.
+        """
+        if self._summoned:
+            yield
+            return
+        with opening(self._axis, "summon_full_parameters") as same:
+            same["writeback"] = flag("writeback", writeback)
+        own = {name: self._tensors[name].data for name in self._parts}
+        for name, values in own.items():
+            self._tensors[name].data = self.whole(name, values)
+        self._summoned = True
+        try:
+            yield
+            for name, p in self._tensors.items() if writeback else ():
+                broadcast_values(p, self._mesh.world if whole_on_data_ranks else self._axis)
+                if name in own:
+                    own[name].copy_(self.own_part(name, p.detach()))
+        finally:
+            self._summoned = False
+            for name, values in own.items():
+                self._tensors[name].data = values
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    def _layer_of(self, cut: LayerCut) -> _Layer:
+        pair: AdjointPair | None = None
+        if cut.style.whole:
+            pair = (GatherColumns if cut.style.cuts == "outputs" else ScatterColumns)(self._axis, cut.offsets[-1])
+        return _Layer(cut, cut.layer.forward, pair)
+
+    def _run(self, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of a layer that is cut."""
+        if self._summoned:
+            return layer.own(*args, **kwargs)
+        (x,) = (*args, *kwargs.values())
+        cut, own = layer.cut, layer.cut.layer
+        if cut.kind == "Embedding":
+            return self._look_up(layer, x)
+        weight = own.weight.t() if cut.kind == "Conv1D" else own.weight
+        if cut.style.cuts == "outputs":
+            y = torch.nn.functional.linear(self._enter_once(x), weight, own.bias)
+            return y if layer.pair is None else moved(y, layer.pair)
+        x = x if layer.pair is None else moved(x, layer.pair)
+        y = moved(torch.nn.functional.linear(x, weight), self._leave)
+        return y if own.bias is None else y + own.bias.to(y.dtype)
+
+    def _enter_once(self, x: Any) -> Any:
+        """An input of layers whose outputs are cut: one for all that get it, so that its gradient is summed once."""
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        last, version, entered = self._entered
+        if last is not x or version != x._version:
+            entered = moved(x, self._enter)
+            self._entered = x, x._version, entered
+        return entered
+
+    def _look_up(self, layer: _Layer, x: Any) -> Any:
+        """Rows of an embedding, of which this rank has some of the columns, or some of the rows."""
+        cut, own = layer.cut, layer.cut.layer
+        if cut.style.cuts == "outputs":
+            y = layer.own(x)
+            return y if layer.pair is None else moved(y, layer.pair)
+        first, stop = cut.offsets[self._axis.rank : self._axis.rank + 2]
+        if not x.is_cuda and x.numel() and not (0 <= int(x.min()) and int(x.max()) < cut.offsets[-1]):
+            raise IndexError(f"{cut.path!r} has {cut.offsets[-1]} rows, and got {int(x.min())} to {int(x.max())}")
+        is_here = (x >= first) & (x < stop)
+        padding = own.padding_idx
+        own.padding_idx = padding - first if padding is not None and first <= padding < stop else None
+        try:
+            y = layer.own(torch.where(is_here, x - first, 0))
+        finally:
+            own.padding_idx = padding
+        return moved(y.masked_fill(~is_here[..., None], 0), self._leave)
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def _before(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Before a pass of the module: compare its inputs over the ranks, and let them draw the same random numbers."""
+        if self._summoned:
+            return
+        self._check_alive()
+        given = [f"{tuple(each.shape)} {text_of(as_fact(each))}" for each in tensors_in((args, kwargs))]
+        agree_on_settings(
+            self._axis,
+            {f"tensor {number} of the inputs": text for number, text in enumerate(given)},
+            what="inputs of the module",
+            remedy="tensor ranks need the same samples: DistributedSampler(data, mesh.data.size, mesh.data.rank)",
+        )
+        if self._drops and module.training:
+            device = next(iter(self._tensors.values())).device
+            state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+            self._axis.broadcast(as_array(state), label="control")
+            if device.type == "cuda":
+                torch.cuda.set_rng_state(state, device)
+            else:
+                torch.set_rng_state(state)
+
+    def _after(self, module: Any, args: Any, output: Any) -> None:
+        self._entered = None, 0, None
+
+    def _check_input(self, cut: LayerCut, layer: Any, args: Any) -> None:
+        """Raise unless an input has as many columns as this rank has of the layer; not collective."""
+        self._check_alive()
+        if cut.kind == "Embedding" or not args or self._summoned:
+            return
+        weight = layer.weight.t() if cut.kind == "Conv1D" else layer.weight
+        columns = cut.offsets[-1] if cut.style.whole and cut.style.cuts == "inputs" else weight.shape[1]
+        if args[0].shape[-1] != columns:
+            raise ValueError(
+                f"{cut.path!r}, whose {cut.style.cuts} the plan cuts, takes {columns} columns on this tensor rank, and "
+                f"got {args[0].shape[-1]}: a layer with 'rowwise' takes the part that one with 'colwise' gives, "
+                "'rowwise_split_input' and 'colwise' all columns"
+            )
+
+    def _check_alive(self) -> None:
+        if self._is_lost:
+            raise RuntimeError(
+                "the module has parts of its parameters only, since the optimizer of as_distributed, which has cut it "
+                "over tensor ranks, was collected as garbage; call its close() before, on all ranks, which leaves the "
+                "module whole"
+            )
+
+    def _check_summoned(self, *_: Any, **__: Any) -> None:
+        self._check_alive()
+        if not self._summoned:
+            raise RuntimeError(
+                f"under tensor={self._axis.size} a rank has its part of the parameters that the plan cuts: call "
+                "state_dict() or load_state_dict() of the module within `with "
+                "mpishard.torch.summon_full_parameters(module):`, on all ranks, or use save_checkpoint() and "
+                "load_checkpoint() of the optimizer of as_distributed"
+            )
+
+    def _note_gradient(self, name: str, p: Any) -> None:
+        if self._compared < _FIRST_STEPS and p.grad is not None:
+            values = as_reals(p.grad.detach())
+            values = values.to_dense() if values.is_sparse else values
+            both = values.sum(dtype=torch.float64), values.abs().sum(dtype=torch.float64)
+            before = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = before[0] + float(both[0]), before[1] + float(both[1])
+
+    def compare_gradients(self) -> None:
+        """In the first steps compare the gradients of parameters that all ranks have whole; `problem` is what differs.
+
+        They are the same but for rounding if the plan fits the code of the module.
+        """
+        if self._compared == _FIRST_STEPS:
+            return
+        self._compared += 1
+        sums = np.array([self._sums.pop(name, (0.0, 0.0)) for name in self._alike]).reshape(-1, 2)
+        shared = np.concatenate([sums[:, 0], -sums[:, 0], sums[:, 1], -sums[:, 1]])
+        self._axis.all_reduce(shared, op="max", label="control")
+        most, least, most_abs, least_abs = shared.reshape(4, -1)
+        allowed = _TOLERANCE * np.maximum(most_abs, _SMALLEST * most_abs.max(initial=0.0))
+        other = [self._alike[at] for at in np.flatnonzero(np.maximum(most + least, most_abs + least_abs) > allowed)]
+        if other:
+            self.problem = ValueError(
+                f"the gradients of {listed(other)} differ between tensor ranks, which have these parameters whole: "
+                "the plan does not fit the code of the module.  Give 'replicated_with_grad_allreduce' to a layer that "
+                "works on features which others have cut, as the norm of a head; let a layer whose outputs are cut be "
+                "followed by one whose inputs are cut, or give it 'colwise_gather_output'"
+            )
+
+
+def _parts_of(module: Any, cuts: list[LayerCut], tensors: Mapping[str, Any]) -> dict[str, TensorPart]:
+    """How the parameters are cut, by name.  Raises ValueError if layers that share one do not cut it alike."""
+    names = {id(p): name for name, p in tensors.items()}
+    wanted = {(id(cut.layer), key): (dim, cut.offsets) for cut in cuts for key, dim in cut.dimensions.items()}
+    found: dict[str, TensorPart] = {}
+    cut_by: dict[int, tuple[str, Any]] = {}
+    for path, layer in module.named_modules():
+        for key, p in layer._parameters.items():
+            if p is None:
+                continue
+            how = wanted.get((id(layer), key))
+            first, known = cut_by.setdefault(id(p), (plain_name(path), how))
+            if known != how:
+                raise ValueError(
+                    f"{first!r} and {plain_name(path)!r} share {names[id(p)]!r}, and the plan cuts it in one of them, "
+                    "or in two ways: name both in the plan, as {'embed_tokens': 'embedding_rowwise', 'lm_head': "
+                    "'colwise_gather_output'}"
+                )
+            if how is not None:
+                if p.is_complex():
+                    raise ValueError(
+                        f"parameter {names[id(p)]!r} is complex, and cannot be cut: leave its layer out of the plan"
+                    )
+                found[names[id(p)]] = TensorPart(how[0], how[1], tuple(p.shape))
+    return found
+
+
+def specs_of(tensors: Mapping[str, Any], cuts: CutModule | None) -> list[ParameterSpec]:
+    """The specs of parameters, which may be cut."""
+    shapes = {name: tuple(as_reals(p.detach()).shape) for name, p in tensors.items()}
+    if cuts is None:
+        return [ParameterSpec(name, shape) for name, shape in shapes.items()]
+    return [cuts.spec(name, shape) for name, shape in shapes.items()]
+
+
+def check_is_whole(module: Any) -> None:
+    """Raise ValueError if a module was cut by an optimizer that nobody holds any more."""
+    for path, layer in module.named_modules():
+        if isinstance(vars(layer).get("forward"), _Hook):
+            raise ValueError(
+                f"{plain_name(path)!r} has a part of its layer only: the optimizer of as_distributed, which has cut "
+                "the module over tensor ranks, was collected as garbage; call its close() before, on all ranks"
+            )

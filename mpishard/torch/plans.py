@@ -1,0 +1,249 @@
+"""Plans for tensor parallelism: which layers of a PyTorch module are cut over the tensor axis, and how.
+
+A plan maps patterns of layers to styles: the names of transformers, or objects of
+`torch.distributed.tensor.parallel`.  Shoeybi et al., "Megatron-LM" (2019), section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from mpishard.arguments import kind_of, listed
+from mpishard.layout.boxes import run_lengths, split
+from mpishard.torch.units import plain_name
+
+
+@dataclass(frozen=True)
+class Style:
+    """What is cut of a layer."""
+
+    # The features that are cut: "outputs", "inputs" or, for a layer that stays whole, "".  The inputs of an embedding
+    # are its rows.
+    cuts: str
+    whole: bool = False  # these features are whole outside of the layer: gathered behind it, or cut in front of it
+    sums: bool = False  # each rank has a term of the gradients of the layer
+
+
+_STYLES = {
+    "colwise": Style("outputs"),
+    "colwise_gather_output": Style("outputs", whole=True),
+    "colwise_rep": Style("outputs", whole=True),
+    "rowwise": Style("inputs"),
+    "rowwise_split_input": Style("inputs", whole=True),
+    "rowwise_rep": Style("inputs", whole=True),
+    "embedding_rowwise": Style("inputs"),
+    "embedding_colwise": Style("outputs", whole=True),
+    "replicate": Style(""),
+    "replicated_with_grad_allreduce": Style("", sums=True),
+}
+# The dimension of a parameter that is cut, by the kind of layer and the features.
+_DIMENSIONS = {
+    ("Linear", "outputs"): {"weight": 0, "bias": 0},
+    ("Linear", "inputs"): {"weight": 1},
+    ("Conv1D", "outputs"): {"weight": 1, "bias": 0},
+    ("Conv1D", "inputs"): {"weight": 0},
+    ("Embedding", "outputs"): {"weight": 1},
+    ("Embedding", "inputs"): {"weight": 0},
+}
+# The attributes of an attention with the size of a head, and with the number of heads, in libraries and papers.
+_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+
+
+@dataclass(frozen=True)
+class LayerCut:
+    """A layer that is cut: rank r of the tensor axis has the features ``[offsets[r], offsets[r + 1])``."""
+
+    path: str
+    layer: Any
+    kind: str  # "Linear", "Conv1D" or "Embedding"
+    style: Style
+    offsets: tuple[int, ...]
+
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """The dimension that is cut of each parameter; the other parameters stay whole."""
+        own = self.layer._parameters
+        return {key: dim for key, dim in _DIMENSIONS[self.kind, self.style.cuts].items() if own.get(key) is not None}
+
+
+def styles_of(module: Any, plan: Any) -> dict[str, Style]:
+    """The style of each layer that a plan names, by its path; without a plan those of the module's own.
+
+    Raises TypeError or ValueError if the plan is no mapping, has a style that is not known, names what is not there,
+    or gives a layer two styles.  Patterns of the module's own plan may match nothing.
+    """
+    own = plan is None
+    if own:
+        plan = getattr(module, "tp_plan", None) or {}
+    if not isinstance(plan, Mapping):
+        raise TypeError(
+            f"plan must map patterns of layers to styles, as {{'layers.*.up': 'colwise'}}, got {kind_of(plan)}"
+        )
+    paths = [plain_name(path) for path, _ in module.named_modules() if path]
+    names = [plain_name(name) for name, _ in module.named_parameters()]
+    found: dict[str, tuple[str, Style]] = {}
+    for pattern, value in plan.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"a pattern of the plan must be the name of a layer, in which * is a part, got {pattern!r}")
+        matches = [path for path in paths if _fits(pattern, path)]
+        if own and not (matches or any(_fits(pattern, name) for name in names)):
+            continue
+        style = _style_of(pattern, value, "the module's own plan" if own else "the plan")
+        if not matches:
+            raise ValueError(
+                f"the plan names {pattern!r}, and the module has no such layer; it has {listed(paths)}: see "
+                "module.named_modules()"
+            )
+        for path in matches:
+            before, known = found.setdefault(path, (pattern, style))
+            if known != style:
+                raise ValueError(f"{before!r} and {pattern!r} of the plan give {path!r} two styles: leave one out")
+    return {path: style for path, (_, style) in found.items()}
+
+
+def _fits(pattern: str, path: str) -> bool:
+    wanted, parts = pattern.split("."), path.split(".")
+    return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
+
+
+def _style_of(pattern: str, value: Any, whose: str) -> Style:
+    if isinstance(value, str):
+        if value not in _STYLES:
+            raise ValueError(
+                f"{whose} has {value!r} for {pattern!r}, and mpishard has {', '.join(_STYLES)}; give a plan without "
+                "it, as plan={name: style, ...}: layers that no plan names are whole on each rank"
+            )
+        return _STYLES[value]
+    style = _style_of_pytorch(value)
+    if style is None:
+        raise ValueError(
+            f"{whose} has {value!r} for {pattern!r}; mpishard has ColwiseParallel and RowwiseParallel with local "
+            f"outputs and layouts Replicate() or Shard(-1), and the names {', '.join(_STYLES)}"
+        )
+    return style
+
+
+def _style_of_pytorch(value: Any) -> Style | None:
+    """The style that an object of `torch.distributed.tensor.parallel` stands for; None if there is none."""
+    layouts = [getattr(value, name, None) for name in ("input_layouts", "output_layouts")]
+    is_whole = [_is_whole(layout) for layout in layouts]
+    if None in is_whole or not getattr(value, "use_local_output", False):
+        return None
+    takes_whole, gives_whole = is_whole
+    kind = type(value).__name__
+    if kind == "ColwiseParallel" and takes_whole:
+        return Style("outputs", whole=bool(gives_whole))
+    if kind == "RowwiseParallel" and gives_whole:
+        return Style("inputs", whole=bool(takes_whole))
+    return None
+
+
+def _is_whole(layouts: Any) -> bool | None:
+    """True for the layout Replicate(), False for a last dimension that is cut, None for another."""
+    placements = layouts if isinstance(layouts, tuple) else (layouts,)
+    if len(placements) != 1:
+        return None
+    (placement,) = placements
+    is_replicated = getattr(placement, "is_replicate", lambda: False)()
+    return is_replicated or (False if getattr(placement, "dim", None) == -1 else None)
+
+
+def cuts_of(module: Any, styles: Mapping[str, Style], ranks: int) -> list[LayerCut]:
+    """The layers of a module to cut over tensor ranks.
+
+    Raises ValueError if a style cannot cut a layer, or there are fewer features or heads than ranks.
+    """
+    layers = {plain_name(path): layer for path, layer in module.named_modules()}
+    kinds = {path: _kind_of(path, layers, style) for path, style in styles.items() if style.cuts}
+    extents = {path: _extent(layers[path], kind, styles[path]) for path, kind in kinds.items()}
+    found = []
+    for path, kind in kinds.items():
+        style, extent = styles[path], extents[path]
+        parent = path.rpartition(".")[0]
+        beside = [extents[each] for each in kinds if each.rpartition(".")[0] == parent and not styles[each].whole]
+        heads = None if style.whole or kind == "Embedding" else _heads(layers[parent], extent, beside)
+        parts = extent if heads is None else heads
+        if parts < ranks:
+            raise ValueError(_too_few(path, style, extent, heads, ranks))
+        offsets = tuple(cut * (extent // parts) for cut in split(parts, ranks))
+        found.append(LayerCut(path, layers[path], kind, style, offsets))
+        is_uneven = len(set(run_lengths(offsets))) > 1
+        if is_uneven and not style.whole and kind != "Embedding" and (rate := dropout_rate(layers[parent])):
+            raise ValueError(
+                f"{path!r} is cut into {listed(run_lengths(offsets), 8)} {style.cuts}, and {parent or 'the module'!r} "
+                f"drops out {rate:g} of its elements: ranks with unlike parts would draw unlike random numbers; set "
+                f"the rate to 0, or make the mesh with a tensor size that divides {parts}"
+            )
+    return found
+
+
+def _too_few(path: str, style: Style, extent: int, heads: int | None, ranks: int) -> str:
+    if heads is None:
+        return f"{path!r} has {extent} {style.cuts} for tensor={ranks} ranks; make it with tensor={extent} or less"
+    return (
+        f"{path!r} has {heads} heads for tensor={ranks} ranks (of keys and values, where these have fewer); make the "
+        f"mesh with tensor={heads} or less, or give the layers in front of the attention 'colwise_gather_output', and "
+        "that behind it 'rowwise_split_input': each rank then computes the attention whole"
+    )
+
+
+def _kind_of(path: str, layers: Mapping[str, Any], style: Style) -> str:
+    layer, parent = layers[path], layers[path.rpartition(".")[0]]
+    has_weight = isinstance(layer._parameters.get("weight"), torch.nn.Parameter)
+    if has_weight and isinstance(layer, torch.nn.Embedding):
+        if style.cuts == "inputs" and layer.scale_grad_by_freq:
+            raise ValueError(f"{path!r} has scale_grad_by_freq=True, which counts over all rows: give it 'replicate'")
+        return "Embedding"
+    # MultiheadAttention does not call its layers.
+    is_called = "forward" not in vars(layer) and not isinstance(parent, torch.nn.MultiheadAttention)
+    if has_weight and is_called:
+        if type(layer).forward is torch.nn.Linear.forward:
+            return "Linear"
+        if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"):
+            return "Conv1D"
+    raise ValueError(
+        f"{path!r} is a {type(layer).__name__}, and the plan cuts its {style.cuts}: what can be cut are Linear and "
+        "Embedding that their module calls, and the Conv1D of transformers; name layers within it, or leave it out of "
+        "the plan, so that it is whole on each rank"
+    )
+
+
+def _extent(layer: Any, kind: str, style: Style) -> int:
+    return int(layer.weight.shape[_DIMENSIONS[kind, style.cuts]["weight"]])
+
+
+def _heads(parent: Any, extent: int, beside: Sequence[int]) -> int | None:
+    """The number of heads by which a layer of an attention is cut; None if it has none.
+
+    `beside` are the extents of all layers of the attention that are cut.  Keys and values may have fewer heads than
+    queries, which are then cut where keys and values are.
+    """
+    size = next((each for name in _HEAD_SIZES if isinstance(each := getattr(parent, name, None), int)), 0)
+    if size:
+        return None if extent % size else math.gcd(*(each // size for each in beside if not each % size))
+    heads = next((each for name in _HEADS if isinstance(each := getattr(parent, name, None), int)), 0)
+    return heads if heads and not extent % heads else None
+
+
+def dropout_rate(parent: Any) -> float:
+    """The largest rate of dropout in a module, as a layer or a number by that name; 0 if there is none."""
+    rates = [0.0]
+    for child in parent.modules():
+        named = [value for name, value in vars(child).items() if "dropout" in name and isinstance(value, float)]
+        rates += [*named, child.p] if isinstance(child, torch.nn.modules.dropout._DropoutNd) else named
+    return max(rates)
+
+
+def terms_of(module: Any, styles: Mapping[str, Style]) -> Iterator[Any]:
+    """The parameters of layers that stay whole, of whose gradients each rank has a term."""
+    for path, layer in module.named_modules():
+        style = styles.get(plain_name(path))
+        if style is not None and style.sums:
+            yield from layer.parameters()

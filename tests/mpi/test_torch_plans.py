@@ -1,0 +1,445 @@
+"""PyTorch modules whose layers tensor ranks divide by a plan, beside the whole module in one process."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+
+import numpy as np
+import pytest
+import variants
+
+import mpishard
+from mpishard import Mesh, ShardingConfiguration
+from mpishard.layout.boxes import split
+from mpishard.nn.tensor_parallel import Copy, GatherColumns, Reduce, ScatterColumns
+
+torch = pytest.importorskip("torch")
+from torch_models import assert_same_parameters  # noqa: E402
+from torch_plans import (  # noqa: E402
+    HEADS,
+    PLAN,
+    RULE,
+    WIDTH,
+    WORDS,
+    adamw,
+    fresh,
+    loss_of,
+    take_steps,
+    words_of,
+)
+
+from mpishard.torch.tensor_ops import moved  # noqa: E402
+
+
+@pytest.fixture
+def tensor_mesh(comm):
+    """Two tensor ranks where they divide the ranks, else all; copies on ranks are compared after every step."""
+    with Mesh(comm, tensor=2 if comm.size % 2 == 0 else comm.size, debug=True) as mesh:
+        yield mesh
+
+
+needs_ranks = pytest.mark.mpi(min_size=2)
+
+
+# Operations and their adjoints.
+
+
+@pytest.mark.parametrize("columns", [5, 8])
+@pytest.mark.parametrize("kind", [Copy, Reduce, GatherColumns, ScatterColumns])
+def test_an_operation_and_its_gradient_are_adjoint(shared_mesh, comm, kind, columns):
+    """Inner products count what is replicated once, and add up what is divided."""
+    axis, whole = shared_mesh.data, columns + comm.size
+    cuts = split(whole, comm.size)
+    own = cuts[comm.rank + 1] - cuts[comm.rank]
+    pair = kind(axis, whole) if kind in (GatherColumns, ScatterColumns) else kind(axis)
+    x_is_divided, y_is_divided = kind in (Reduce, GatherColumns), kind in (Copy, ScatterColumns)
+    width = {GatherColumns: (own, whole), ScatterColumns: (whole, own)}.get(kind, (whole, whole))
+
+    def drawn(seed, columns, is_divided):
+        random = np.random.default_rng([seed, comm.rank if is_divided else 99])
+        return torch.from_numpy(random.integers(-4, 5, (3, 2, columns)).astype(float))
+
+    x, dy = drawn(1, width[0], x_is_divided).requires_grad_(), drawn(2, width[1], y_is_divided)
+    y = moved(x, pair)
+    y.backward(dy)
+    products = [float((y.detach() * dy).sum()), float((x.detach() * x.grad).sum())]
+    sums = [
+        comm.allreduce(product) if is_divided else product
+        for product, is_divided in zip(products, (y_is_divided, x_is_divided), strict=True)
+    ]
+    assert sums[0] == sums[1]
+    (gradient,) = torch.autograd.grad(moved(x, pair).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("kind", [Reduce, GatherColumns, ScatterColumns])
+def test_numbers_of_half_precision_move_as_they_are_and_are_summed_in_float32(shared_mesh, comm, kind):
+    whole = 3 * comm.size
+    pair = kind(shared_mesh.data) if kind is Reduce else kind(shared_mesh.data, whole)
+    columns = 3 if kind is GatherColumns else whole
+    x = torch.full((2, columns), 1.0 + comm.rank, dtype=torch.bfloat16)
+    y = moved(x if kind is not ScatterColumns else torch.arange(whole).expand(2, whole).bfloat16(), pair)
+    expected = {
+        Reduce: torch.full((2, whole), comm.size * (comm.size + 1) / 2),
+        GatherColumns: torch.arange(1, comm.size + 1).repeat_interleave(3).expand(2, whole),
+        ScatterColumns: torch.arange(3 * comm.rank, 3 * comm.rank + 3).expand(2, 3),
+    }[kind]
+    assert y.dtype == torch.bfloat16 and torch.equal(y.float(), expected.float())
+
+
+# Steps.
+
+
+@pytest.mark.parametrize("zero", [0, *variants.full(1), 2, 3])
+def test_steps_are_those_of_one_process(tensor_mesh, zero):
+    """Heads, features and words do not divide by the ranks, and a word is padding; those of rank 0 count."""
+    mesh, whole = tensor_mesh, fresh()
+    module = fresh(seed=mesh.rank)
+    units = {"shard_units": type(module.layers[0])} if zero == 3 else {}
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=zero, plan=PLAN, **units)
+    if mesh.tensor.size > 1:
+        spec = next(spec for spec in optimizer.parameters.specs if spec.name == "layers.0.k.weight")
+        rows = [stop - start for (start, stop), _ in spec.parts]
+        heads = split(HEADS, mesh.tensor.size)
+        assert rows == [4 * (b - a) for a, b in zip(heads, heads[1:], strict=False)]
+        assert optimizer.parameters["layers.0.k.weight"].shape[0] == rows[mesh.tensor.rank] if zero < 3 else True
+    expected = take_steps(whole, adamw(whole), range(10))
+    losses = take_steps(module, optimizer, range(10), mesh.data)
+    means = mesh.data.all_reduce(np.array(losses)) / mesh.data.size
+    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-12)
+    optimizer.close()
+    assert_same_parameters(module, whole)
+    torch.testing.assert_close(module(words_of(3)[:, :-1]), whole(words_of(3)[:, :-1]), rtol=0, atol=1e-12)
+
+
+@needs_ranks
+def test_layers_with_one_input_share_the_sum_of_its_gradient(tensor_mesh):
+    """A layer has four groups of them: queries, keys and values; up; mix, whose output is gathered; and the head."""
+    module = fresh()
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=PLAN)
+    tensor_mesh.ledger.clear()
+    loss_of(module, words_of(0)).backward()
+    calls = {name: found["calls"] for name, found in tensor_mesh.ledger.summary().items() if "activation" in name}
+    assert calls == {
+        "tensor.all_reduce activations": 1 + 2 * 3,
+        "tensor.all_gather activations": 2 + 1,
+        "tensor.all_reduce activation gradients": 2 * 3 + 1,
+        "tensor.all_gather activation gradients": 2,
+    }
+    optimizer.zero_grad()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("zero", [0, *variants.full(2, 3)])
+def test_norms_and_passes_are_those_of_the_whole_module(tensor_mesh, zero):
+    """Two passes a step, clipped by a method and by a setting, along an optimizer of PyTorch."""
+    mesh, whole, module = tensor_mesh, fresh(), fresh()
+    config = ShardingConfiguration(mesh, max_gradient_norm=0.3)
+    theirs = torch.optim.SGD([p for p in whole.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    given = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    optimizer = mpishard.torch.as_distributed(module, config, given, zero=zero, plan=PLAN)
+    for step in range(3):
+        norms = []
+        for each, which, axis in ((whole, theirs, None), (module, optimizer, mesh.data)):
+            which.zero_grad()
+            ends = (0, 1) if axis is None else (axis.rank, axis.size)
+            if axis is None:
+                loss_of(each, words_of(step, *ends)).backward()
+            else:
+                with optimizer.no_sync():
+                    loss_of(each, words_of(step, *ends)).backward()
+            loss_of(each, words_of(step + 7, *ends)).backward()
+            if axis is None:
+                norms.append(torch.nn.utils.clip_grad_norm_(each.parameters(), 0.5).item())
+                torch.nn.utils.clip_grad_norm_(each.parameters(), 0.3)
+            else:
+                norms.append(optimizer.clip_grad_norm_(0.5).item())
+            which.step()
+        assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+        assert optimizer.optimizer.gradient_norm == pytest.approx(min(norms[0], 0.5), rel=1e-5)
+    optimizer.close()
+    torch.testing.assert_close(dict(module.named_parameters()), dict(whole.named_parameters()), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.full
+@needs_ranks
+@pytest.mark.parametrize("zero", [0, 2])
+def test_optimizers_of_whole_tensors_see_whole_tensors(tensor_mesh, zero):
+    whole, module = fresh(), fresh()
+    trained = [[p for p in each.parameters() if p.requires_grad] for each in (whole, module)]
+    theirs, given = (torch.optim.Adafactor(each, lr=0.05) for each in trained)
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, given, zero=zero, plan=PLAN)
+    take_steps(whole, theirs, range(3))
+    take_steps(module, optimizer, range(3), tensor_mesh.data)
+    optimizer.close()
+    torch.testing.assert_close(dict(module.named_parameters()), dict(whole.named_parameters()), rtol=1e-9, atol=1e-9)
+
+
+@needs_ranks
+def test_what_all_ranks_have_whole_drops_out_the_same_elements(comm):
+    """Ranks begin with other random numbers; after each step their copies are compared."""
+    with Mesh(comm, tensor=comm.size, debug=True) as mesh:
+        module = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.5), torch.nn.Linear(WIDTH, 4 * comm.size)
+        )
+        module.append(torch.nn.ReLU()).append(torch.nn.Linear(4 * comm.size, WIDTH))
+        optimizer = mpishard.torch.as_distributed(module, mesh, RULE, plan={"2": "colwise", "4": "rowwise"})
+        x = torch.arange(5.0 * WIDTH).reshape(5, WIDTH)
+        for step in range(3):
+            torch.manual_seed(step + mesh.rank)
+            module(x).square().sum().backward()
+            optimizer.step()
+        optimizer.close()
+
+
+# States on other ranks.
+
+
+def emptied():
+    """The module without the values that a checkpoint has; frozen parameters are in none."""
+    module = fresh()
+    for p in module.parameters():
+        p.detach().mul_(0 if p.requires_grad else 1)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("zero", "other_zero"),
+    [(0, 1), *(pytest.param(*each, marks=pytest.mark.full) for each in ((3, 2), (1, 0), (2, 3)))],
+)
+def test_a_run_continues_on_other_ranks(comm, folder, zero, other_zero):
+    """From tensor ranks to data ranks and back, by a checkpoint, by state_dict, and by a state of PyTorch."""
+    tensor = 2 if comm.size % 2 == 0 else comm.size
+    whole = fresh()
+    theirs = adamw(whole)
+    take_steps(whole, theirs, range(6))
+    with Mesh(comm, tensor=tensor) as mesh, Mesh(comm) as data_mesh:
+        module = fresh()
+        first = mpishard.torch.as_distributed(module, mesh, RULE, zero=zero, plan=PLAN)
+        take_steps(module, first, range(2), mesh.data)
+        first.save_checkpoint(folder / "first")
+        states = first.state_dict(), first.state_dict("torch")
+        with mpishard.torch.summon_full_parameters(module):
+            values = copy.deepcopy({name: value.clone() for name, value in module.state_dict().items()})
+        assert values["layers.0.up.weight"].shape == (7, WIDTH)
+        second = emptied()
+        optimizer = mpishard.torch.as_distributed(second, data_mesh, RULE, zero=other_zero)
+        optimizer.load_checkpoint(folder / "first")
+        words = [words_of(step) for step in (2, 3)]
+        for each in words:  # all samples on each rank: the mean of their means
+            optimizer.zero_grad()
+            loss_of(second, each).backward()
+            optimizer.step()
+        optimizer.save_checkpoint(folder / "second")
+        optimizer.close()
+        take_steps(module, first, range(2, 4), mesh.data)
+        first.load_checkpoint(folder / "second")
+        take_steps(module, first, range(4, 6), mesh.data)
+        first.close()
+        assert_same_parameters(module, whole)
+        for state in states:
+            again = emptied()
+            optimizer = mpishard.torch.as_distributed(again, mesh, RULE, zero=other_zero, plan=PLAN)
+            with mpishard.torch.summon_full_parameters(again):
+                again.load_state_dict(values)
+            optimizer.load_state_dict(state)
+            take_steps(again, optimizer, range(2, 6), mesh.data)
+            optimizer.close()
+            assert_same_parameters(again, whole)
+
+
+@needs_ranks
+def test_parameters_of_half_precision_keep_their_masters(comm, folder):
+    module = fresh().bfloat16()
+    with Mesh(comm, tensor=comm.size) as mesh:
+        optimizer = mpishard.torch.as_distributed(module, mesh, RULE, plan=PLAN)
+        take_steps(module, optimizer, range(2), mesh.data)
+        state = optimizer.state_dict()
+        assert state["masters"]["layers.1.o.weight"].shape == (WIDTH, 12)
+        optimizer.save_checkpoint(folder)
+        optimizer.close()
+        other = emptied().bfloat16()
+        again = mpishard.torch.as_distributed(other, mesh, RULE, plan=PLAN)
+        again.load_checkpoint(folder)
+        again.close()
+    assert_same_parameters(other, module, atol=0)
+
+
+# Modules as they are there.
+
+
+def test_layers_of_an_encoder_of_pytorch(tensor_mesh):
+    """By styles of PyTorch; without gradients it has a path of its own past its layers."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    plan = {"layers.*.linear1": ColwiseParallel(), "layers.*.linear2": RowwiseParallel()}
+    module, whole = (fresh(kind=lambda: torch.nn.TransformerEncoder(_encoder_layer(), 2)) for _ in range(2))
+    # The gradient of the bias of keys is rounding alone, which AdamW would enlarge.
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, mpishard.SGD(lr=0.1), plan=plan)
+    x = torch.linspace(-1, 1, 3 * 4 * 6).double().reshape(3, 4, 6)
+    for each, which in ((module, optimizer), (whole, torch.optim.SGD(whole.parameters(), lr=0.1))):
+        (each(x) ** 3).sum().backward()
+        which.step()
+    with torch.no_grad():
+        torch.testing.assert_close(module.eval()(x), whole.eval()(x), rtol=0, atol=1e-12)
+    optimizer.close()
+    assert_same_parameters(module, whole)
+
+
+def _encoder_layer():
+    return torch.nn.TransformerEncoderLayer(6, 2, 7, dropout=0.0, batch_first=True)
+
+
+SIZES = dict(vocab_size=WORDS, hidden_size=24, intermediate_size=10, num_hidden_layers=2, max_position_embeddings=16)
+GROUPED = dict(num_attention_heads=6, num_key_value_heads=3, head_dim=4)
+# The class of `transformers`, options of its config, and a plan where it has none.
+MODELS = {
+    "Llama": (dict(**SIZES, **GROUPED), None),
+    "Qwen3": (dict(**SIZES, **GROUPED, tie_word_embeddings=True), None),
+    "Qwen2": (dict(**SIZES, num_attention_heads=6, num_key_value_heads=3), None),
+    "Mistral": (dict(**SIZES, **GROUPED), None),
+    "Gemma2": (dict(**SIZES, **GROUPED), None),
+    "Olmo2": (dict(**SIZES, num_attention_heads=6, num_key_value_heads=3, pad_token_id=0), None),
+    "Phi3": (dict(**SIZES, num_attention_heads=6, num_key_value_heads=3, pad_token_id=0), None),
+    "GPTNeoX": (dict(**SIZES, num_attention_heads=3), None),
+    "GPT2": (
+        dict(vocab_size=WORDS, n_embd=12, n_layer=2, n_head=3, n_positions=16)
+        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        {
+            "transformer.wte": "embedding_rowwise",
+            "lm_head": "colwise_gather_output",
+            "transformer.h.*.attn.c_attn": "colwise_gather_output",
+            "transformer.h.*.attn.c_proj": "rowwise_split_input",
+            "transformer.h.*.mlp.c_fc": "colwise",
+            "transformer.h.*.mlp.c_proj": "rowwise",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["Qwen3", *variants.full(*[name for name in MODELS if name != "Qwen3"])])
+def test_models_of_transformers_by_their_own_plan(tensor_mesh, name):
+    """Three heads of keys and values: on two ranks the parts are unlike."""
+    transformers = pytest.importorskip("transformers")
+    options, plan = MODELS[name]
+    config = getattr(transformers, f"{name}Config")(**options, bos_token_id=0, eos_token_id=0)
+    kind = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
+    whole, module = (fresh(kind=lambda: kind(config)) for _ in range(2))
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, zero=1, plan=plan)
+    if tensor_mesh.tensor.size > 1:
+        cut = sum(bool(spec.parts) for spec in optimizer.parameters.specs)
+        assert cut >= 5, [spec.name for spec in optimizer.parameters.specs if not spec.parts]
+    expected = take_steps(whole, adamw(whole), range(10))
+    losses = take_steps(module, optimizer, range(10), tensor_mesh.data)
+    means = tensor_mesh.data.all_reduce(np.array(losses)) / tensor_mesh.data.size
+    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-11)
+    optimizer.close()
+    assert_same_parameters(module, whole, atol=1e-10)
+
+
+@pytest.mark.full
+@needs_ranks
+def test_activation_checkpoints_and_gradients_of_their_recomputation(tensor_mesh):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**MODELS["Llama"][0])
+    whole, module = (fresh(kind=lambda: transformers.LlamaForCausalLM(config)).train() for _ in range(2))
+    module.gradient_checkpointing_enable()
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE)
+    take_steps(whole, adamw(whole), range(3))
+    take_steps(module, optimizer, range(3), tensor_mesh.data)
+    optimizer.close()
+    assert_same_parameters(module, whole, atol=1e-11)
+
+
+# What is refused.
+
+
+@needs_ranks
+def test_a_cut_module_says_what_it_cannot_do(tensor_mesh):
+    module = fresh()
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=PLAN)
+    for use in (module.state_dict, lambda: module.load_state_dict({}), module.layers[0].state_dict):
+        with pytest.raises(RuntimeError, match=f"tensor={tensor_mesh.tensor.size}"):
+            use()
+    for use in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="summon_full_parameters"):
+            use(module)
+    with pytest.raises(ValueError, match="another optimizer"):
+        mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=PLAN)
+    with pytest.raises(ValueError, match="tensor=1 within join"), mpishard.torch.join(optimizer):
+        pass
+    with pytest.raises(IndexError, match=f"{WORDS} rows"):
+        module(torch.full((1, 2), WORDS))
+    with mpishard.torch.summon_full_parameters(module), pytest.raises(ValueError, match="a step"):
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(module, words_of(0)).backward()
+    with pytest.raises(RuntimeError, match="clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    optimizer.zero_grad()
+    del optimizer
+    gc.collect()
+    with pytest.raises(RuntimeError, match="close"):
+        module(words_of(0))
+    with pytest.raises(ValueError, match="close"):
+        mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=PLAN)
+
+
+@needs_ranks
+def test_samples_that_differ_between_tensor_ranks_are_refused(tensor_mesh):
+    module = fresh()
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=PLAN)
+    with pytest.raises(ValueError, match=r"mesh\.data\.rank"):
+        module(words_of(tensor_mesh.rank))
+    optimizer.close()
+
+
+@needs_ranks
+def test_a_plan_without_the_norm_of_heads_is_found_in_the_first_step(tensor_mesh):
+    module = fresh()
+    before = copy.deepcopy(module)
+    plan = {key: style for key, style in PLAN.items() if key != "layers.*.norm"}
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=plan)
+    loss_of(module, words_of(0)).backward()
+    with pytest.raises(ValueError, match=r"layers\.0\.norm\.weight.*replicated_with_grad_allreduce"):
+        optimizer.step()
+    optimizer.close()
+    assert_same_parameters(module, before, atol=0)
+
+
+@needs_ranks
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(plan=None), "cuts no layer"),
+        (dict(plan={"nothing": "colwise"}), "'nothing'"),
+        (dict(plan={"tokens": "embedding_rowwise"}), "'head'"),
+        (dict(plan=PLAN, zero=3, materialize=print), "materialize"),
+        (dict(plan=["up"]), "plan must map"),
+    ],
+    ids=["none", "nothing", "shared", "materialize", "list"],
+)
+def test_plans_that_do_not_fit_are_refused_on_all_ranks(tensor_mesh, options, message):
+    module = fresh()
+    kind = TypeError if isinstance(options["plan"], list) else ValueError
+    if options["plan"] is not None and tensor_mesh.rank:
+        options = {**options, "plan": PLAN} if "materialize" not in options else options
+    with pytest.raises(kind, match=message):
+        mpishard.torch.as_distributed(module, tensor_mesh, RULE, **options)
+    module.load_state_dict(fresh().state_dict())
+
+
+def test_pipeline_ranks_and_workers_are_refused(comm):
+    if comm.size > 1:
+        with Mesh(comm, pipeline=comm.size) as mesh, pytest.raises(ValueError, match="pipeline=1"):
+            mpishard.torch.as_distributed(fresh(), mesh, RULE, plan=PLAN)
+        with Mesh(comm, tensor=comm.size) as mesh, pytest.raises(ValueError, match="sync_every"):
+            optimizer = mpishard.LocalSGDOptimizer(RULE, ShardingConfiguration(mesh, sync_every=2))
+            mpishard.torch.as_distributed(fresh(), mesh, optimizer, plan=PLAN)
+    with Mesh(comm) as mesh:  # a plan for any number of ranks
+        mpishard.torch.as_distributed(fresh(), mesh, RULE, plan=PLAN).close()
+        with pytest.raises(ValueError, match="nothing"):
+            mpishard.torch.as_distributed(fresh(), mesh, RULE, plan={"nothing": "colwise"})

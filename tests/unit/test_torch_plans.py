@@ -1,0 +1,127 @@
+"""Plans for tensor parallelism of PyTorch modules: which layers they cut where, and what they cannot cut."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch_plans import PLAN, Transformer  # noqa: E402
+
+from mpishard.torch.plans import Style, cuts_of, styles_of, terms_of  # noqa: E402
+
+
+def offsets(module, plan, ranks):
+    return {cut.path: cut.offsets for cut in cuts_of(module, styles_of(module, plan), ranks)}
+
+
+def test_heads_stay_whole_and_other_features_are_cut_evenly():
+    module = Transformer()
+    found = offsets(module, PLAN, 2)
+    assert {path.rpartition(".")[2]: cut for path, cut in found.items()} == {
+        **dict.fromkeys("qkvo", (0, 8, 12)),
+        **dict.fromkeys(("up", "down"), (0, 4, 7)),
+        **dict.fromkeys(("mix", "thin"), (0, 3, 5)),
+        **dict.fromkeys(("tokens", "head"), (0, 6, 11)),
+    }
+    assert len(found) == 2 + 2 * 8
+    assert [*terms_of(module, styles_of(module, PLAN))] == [p for each in module.layers for p in each.norm.parameters()]
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, heads, of_keys, **attributes):
+        super().__init__()
+        self.q, self.k = torch.nn.Linear(8, heads * 4), torch.nn.Linear(8, of_keys * 4)
+        self.o = torch.nn.Linear(heads * 4, 8)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+@pytest.mark.parametrize(
+    ("attention", "ranks", "q", "k"),
+    [
+        (Attention(6, 3, head_dim=4), 2, (0, 16, 24), (0, 8, 12)),
+        (Attention(6, 2, head_size=4), 2, (0, 12, 24), (0, 4, 8)),
+        (Attention(3, 3, n_heads=3), 2, (0, 8, 12), (0, 8, 12)),
+        (Attention(3, 3), 2, (0, 6, 12), (0, 6, 12)),
+    ],
+    ids=["grouped", "groups", "number", "none"],
+)
+def test_queries_are_cut_where_keys_are(attention, ranks, q, k):
+    module = torch.nn.ModuleDict({"attention": attention})
+    plan = {"attention.[qk]": "colwise", "*.o": "rowwise"}
+    assert offsets(module, plan, ranks) == {"attention.q": q, "attention.k": k, "attention.o": q}
+
+
+def test_styles_of_pytorch():
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    module = Transformer(1)
+    given = {
+        ColwiseParallel(): Style("outputs"),
+        ColwiseParallel(output_layouts=Replicate()): Style("outputs", whole=True),
+        RowwiseParallel(): Style("inputs"),
+        RowwiseParallel(input_layouts=Replicate()): Style("inputs", whole=True),
+    }
+    for theirs, style in given.items():
+        assert styles_of(module, {"layers.0.up": theirs}) == {"layers.0.up": style}
+    others = [
+        SequenceParallel(),
+        ColwiseParallel(input_layouts=Shard(1)),
+        RowwiseParallel(output_layouts=Shard(1)),
+        ColwiseParallel(use_local_output=False),
+        3,
+    ]
+    for theirs in others:
+        with pytest.raises(ValueError, match=r"layers\.0\.up.*Replicate"):
+            styles_of(module, {"layers.0.up": theirs})
+
+
+def frequent():
+    return torch.nn.ModuleDict({"tokens": torch.nn.Embedding(9, 4, scale_grad_by_freq=True)})
+
+
+def wrapped():
+    module = Transformer(1)
+    module.layers[0].up.forward = module.layers[0].up.forward
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "ranks", "message"),
+    [
+        (Transformer, {"layers.*.up": "column"}, 2, r"'column' for 'layers\.\*\.up'.*colwise"),
+        (Transformer, {"layers.*.nothing": "colwise"}, 2, r"'layers\.\*\.nothing'"),
+        (Transformer, {"layers.0.up": "colwise", "layers.*.up": "rowwise"}, 2, r"'layers\.0\.up' two styles"),
+        (Transformer, {"last": "colwise"}, 2, "'last' is a LayerNorm"),
+        (Transformer, {"layers.*.q": "colwise", "layers.*.o": "rowwise"}, 4, "3 heads for tensor=4"),
+        (Transformer, {"layers.*.up": "colwise"}, 8, "7 outputs for tensor=8"),
+        (lambda: Transformer(dropout=0.5), {"layers.*.up": "colwise"}, 2, "drops out 0.5"),
+        (lambda: torch.nn.TransformerEncoderLayer(8, 2), {"self_attn.out_proj": "rowwise"}, 2, "out_proj"),
+        (frequent, {"tokens": "embedding_rowwise"}, 2, "scale_grad_by_freq"),
+        (wrapped, {"layers.0.up": "colwise"}, 2, "'layers.0.up' is a Linear"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_a_plan_cannot_cut_is_refused_by_name(make, plan, ranks, message):
+    with pytest.raises(ValueError, match=message):
+        offsets(make(), plan, ranks)
+
+
+@pytest.mark.parametrize("plan", [["up"], {1: "colwise"}], ids=["list", "number"])
+def test_plans_are_mappings_of_names(plan):
+    with pytest.raises(TypeError, match="plan"):
+        styles_of(Transformer(1), plan)
+
+
+def test_the_plan_of_the_module_itself_may_name_what_is_not_there():
+    module = Transformer(1)
+    assert styles_of(module, None) == {}
+    module.tp_plan = {"layers.*.up": "colwise", "layers.*.experts": "moe_tp_experts"}
+    assert styles_of(module, None) == {"layers.0.up": Style("outputs")}
+    module.tp_plan = {"layers.*.up": "moe_tp_experts"}
+    with pytest.raises(ValueError, match="own plan has 'moe_tp_experts'"):
+        styles_of(module, None)
+    module.tp_plan = {"layers.*.up.weight": "colwise"}
+    with pytest.raises(ValueError, match="no such layer"):
+        styles_of(module, None)
