@@ -190,7 +190,7 @@ def augmented_lagrangian(
             found, same["terms"] = options_of_terms(functions.nonsmooth, unknowns, mesh, workers is not None)
             if "l1" not in found:
                 kind = type(functions.nonsmooth[0]).__name__
-                raise ValueError(f"augmented_lagrangian takes no {kind} term, which minimize does; take a smooth term")
+                raise ValueError(f"{kind} terms do not go with constraints: take a smooth term, or bounds= alone")
             about |= found
         chosen, loop = make_method(method, given, None, unknowns.total, **about)
         loop.expect_no_more_results("augmented_lagrangian")

@@ -340,12 +340,12 @@ def run(term: Any, x0: Any = ZEROS, **given: Any) -> Any:
         (lambda: run(TotalVariation(1.0), options={"hess_inv": True}), "hess_inv.*TotalVariation"),
         (
             lambda: run(TotalVariation(1.0), constraints={"type": "eq", "fun": sum}),
-            "TotalVariation terms or constraints=",
+            "TotalVariation terms do not go with constraints",
         ),
         (lambda: regularized(squares, TotalVariation(1.0))(ZEROS), "TotalVariation term.*mpishard.minimize"),
         (
             lambda: mpishard.augmented_lagrangian(regularized(squares, GroupL1(1.0, axis=0)), ZEROS, squares, squares),
-            "no GroupL1 term",
+            "GroupL1 terms do not go with constraints",
         ),
         (lambda: run(GroupL1(1.0, groups=[0, 1])), r"GroupL1: groups have the shape \(2,\).*\(6,\)"),
         (lambda: run(GroupL1(1.0, groups=[0, 1, -2, 0, 0, 0])), "GroupL1: the number -2"),
