@@ -252,19 +252,18 @@ def test_a_run_continues_on_other_ranks(comm, folder, zero, other_zero):
 
 
 @needs_ranks
-def test_parameters_of_half_precision_keep_their_masters(comm, folder):
+def test_parameters_of_half_precision_keep_their_masters(tensor_mesh, folder):
     module = fresh().bfloat16()
-    with Mesh(comm, tensor=comm.size) as mesh:
-        optimizer = mpishard.torch.as_distributed(module, mesh, RULE, plan=PLAN)
-        take_steps(module, optimizer, range(2), mesh.data)
-        state = optimizer.state_dict()
-        assert state["masters"]["layers.1.o.weight"].shape == (WIDTH, 12)
-        optimizer.save_checkpoint(folder)
-        optimizer.close()
-        other = emptied().bfloat16()
-        again = mpishard.torch.as_distributed(other, mesh, RULE, plan=PLAN)
-        again.load_checkpoint(folder)
-        again.close()
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=PLAN)
+    take_steps(module, optimizer, range(2), tensor_mesh.data)
+    state = optimizer.state_dict()
+    assert state["masters"]["layers.1.o.weight"].shape == (WIDTH, 12)
+    optimizer.save_checkpoint(folder)
+    optimizer.close()
+    other = emptied().bfloat16()
+    again = mpishard.torch.as_distributed(other, tensor_mesh, RULE, plan=PLAN)
+    again.load_checkpoint(folder)
+    again.close()
     assert_same_parameters(other, module, atol=0)
 
 
@@ -324,6 +323,8 @@ MODELS = {
 def test_models_of_transformers_by_their_own_plan(tensor_mesh, name):
     """Three heads of keys and values: on two ranks the parts are unlike."""
     transformers = pytest.importorskip("transformers")
+    if name == "Gemma2" and tensor_mesh.data.size > 1:
+        pytest.skip("its norms sum the gradients of their weights over the samples in float32")
     options, plan = MODELS[name]
     config = getattr(transformers, f"{name}Config")(**options, bos_token_id=0, eos_token_id=0)
     kind = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
@@ -432,13 +433,13 @@ def test_plans_that_do_not_fit_are_refused_on_all_ranks(tensor_mesh, options, me
     module.load_state_dict(fresh().state_dict())
 
 
-def test_pipeline_ranks_and_workers_are_refused(comm):
+def test_pipeline_ranks_and_workers_are_refused(comm, tensor_mesh):
     if comm.size > 1:
         with Mesh(comm, pipeline=comm.size) as mesh, pytest.raises(ValueError, match="pipeline=1"):
             mpishard.torch.as_distributed(fresh(), mesh, RULE, plan=PLAN)
-        with Mesh(comm, tensor=comm.size) as mesh, pytest.raises(ValueError, match="sync_every"):
-            optimizer = mpishard.LocalSGDOptimizer(RULE, ShardingConfiguration(mesh, sync_every=2))
-            mpishard.torch.as_distributed(fresh(), mesh, optimizer, plan=PLAN)
+        optimizer = mpishard.LocalSGDOptimizer(RULE, ShardingConfiguration(tensor_mesh, sync_every=2))
+        with pytest.raises(ValueError, match="sync_every"):
+            mpishard.torch.as_distributed(fresh(), tensor_mesh, optimizer, plan=PLAN)
     with Mesh(comm) as mesh:  # a plan for any number of ranks
         mpishard.torch.as_distributed(fresh(), mesh, RULE, plan=PLAN).close()
         with pytest.raises(ValueError, match="nothing"):
