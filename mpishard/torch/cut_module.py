@@ -33,6 +33,7 @@ from mpishard.torch.units import HOW_TO_SAVE, plain_name, tensors_in
 _FIRST_STEPS = 2
 # Of its sum of absolute values: what rounding may change, and what a wrong plan exceeds.
 _TOLERANCE = 1e-3
+_ALIKE = 1e-6  # what rounding may change of gradients that ranks compute of the same numbers
 _SMALLEST = 1e-6  # of the largest of these sums: smaller ones may be rounding alone
 
 
@@ -407,7 +408,8 @@ class CutModule:
             return
         # One number of half precision may be the same by chance.
         has_many = np.array([self._tensors[name].numel() > 1 for name in self._wholes], bool)
-        same = [self._wholes[at] for at in np.flatnonzero(is_term & has_many & (apart == 0) & (most_abs > 0))]
+        is_same = is_term & has_many & (apart <= _ALIKE * most_abs) & (most_abs > 0)
+        same = [self._wholes[at] for at in np.flatnonzero(is_same)]
         if same:
             self.problem = ValueError(
                 f"the gradients of {listed(same)} are the same on all tensor ranks, and the plan has "
