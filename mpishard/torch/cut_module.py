@@ -33,6 +33,7 @@ from mpishard.torch.units import HOW_TO_SAVE, plain_name, tensors_in
 _FIRST_STEPS = 2
 # Of its sum of absolute values: what rounding may change, and what a wrong plan exceeds.
 _TOLERANCE = 1e-3
+_ALIKE = 1e-6  # what rounding may change of gradients that ranks compute of the same numbers
 _SMALLEST = 1e-6  # of the largest of these sums: smaller ones may be rounding alone
 
 
@@ -80,10 +81,8 @@ class CutModule:
         self._enter, self._leave = Copy(self._axis), Reduce(self._axis)
         self._entered: tuple[Any, int, Any] = None, 0, None  # the last input that was entered, its version, the result
         self._drops = dropout_rate(module) > 0
-        # The parameters whose gradients are the same on all ranks.
-        self._alike = [
-            name for name, p in tensors.items() if p.requires_grad and name not in self._parts and name not in terms
-        ]
+        # The trained parameters that are whole: the same gradients on all ranks, or, as `terms`, a term on each.
+        self._wholes = [name for name, p in tensors.items() if p.requires_grad and name not in self._parts]
         self._handles: list[Any] = []
         self._summoned = False
         self._is_lost = False
@@ -211,7 +210,7 @@ class CutModule:
             self._module.register_forward_pre_hook(_Hook(before, self), prepend=True, with_kwargs=True),
             self._module.register_forward_hook(_Hook(after, self), always_call=True),
         ]
-        for name in self._alike:
+        for name in self._wholes:
             hook = _Hook(CutModule._note_gradient, self, name)
             self._handles.append(self._tensors[name].register_post_accumulate_grad_hook(hook))
 
@@ -383,25 +382,40 @@ class CutModule:
             self._sums[name] = before[0] + float(both[0]), before[1] + float(both[1])
 
     def compare_gradients(self) -> None:
-        """In the first steps compare the gradients of parameters that all ranks have whole; `problem` is what differs.
+        """In the first steps compare the gradients of parameters that all ranks have whole; `problem` is what is wrong.
 
-        They are the same but for rounding if the plan fits the code of the module.
+        They are the same but for rounding if the plan fits the code of the module, and terms of a sum are not.
         """
         if self._compared == _FIRST_STEPS:
             return
         self._compared += 1
-        sums = np.array([self._sums.pop(name, (0.0, 0.0)) for name in self._alike]).reshape(-1, 2)
+        sums = np.array([self._sums.pop(name, (0.0, 0.0)) for name in self._wholes]).reshape(-1, 2)
         shared = np.concatenate([sums[:, 0], -sums[:, 0], sums[:, 1], -sums[:, 1]])
         self._axis.all_reduce(shared, op="max", label="control")
         most, least, most_abs, least_abs = shared.reshape(4, -1)
-        allowed = _TOLERANCE * np.maximum(most_abs, _SMALLEST * most_abs.max(initial=0.0))
-        other = [self._alike[at] for at in np.flatnonzero(np.maximum(most + least, most_abs + least_abs) > allowed)]
+        is_term = np.array([name in self._terms for name in self._wholes], bool)
+        allowed = _TOLERANCE * np.maximum(most_abs, _SMALLEST * most_abs[~is_term].max(initial=0.0))
+        apart = np.maximum(most + least, most_abs + least_abs)
+        other = [self._wholes[at] for at in np.flatnonzero((apart > allowed) & ~is_term)]
         if other:
             self.problem = ValueError(
                 f"the gradients of {listed(other)} differ between tensor ranks, which have these parameters whole: "
                 "the plan does not fit the code of the module.  Give 'replicated_with_grad_allreduce' to a layer that "
                 "works on features which others have cut, as the norm of a head; let a layer whose outputs are cut be "
-                "followed by one whose inputs are cut, or give it 'colwise_gather_output'"
+                "followed by one whose inputs are cut, or give it 'colwise_gather_output'.  Or ranks drew unlike "
+                "random numbers, or had unlike targets: seed all tensor ranks alike"
+            )
+            return
+        # One number of half precision may be the same by chance.
+        has_many = np.array([self._tensors[name].numel() > 1 for name in self._wholes], bool)
+        is_same = is_term & has_many & (apart <= _ALIKE * most_abs) & (most_abs > 0)
+        same = [self._wholes[at] for at in np.flatnonzero(is_same)]
+        if same:
+            self.problem = ValueError(
+                f"the gradients of {listed(same)} are the same on all tensor ranks, and the plan has "
+                "'replicated_with_grad_allreduce' for them, which would add them up: that is for a layer whose input "
+                "is a rank's part, as the norm of heads that are cut; give 'replicate', or no style, to a layer whose "
+                "input is whole"
             )
 
 

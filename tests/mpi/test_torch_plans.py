@@ -412,6 +412,20 @@ def test_a_plan_without_the_norm_of_heads_is_found_in_the_first_step(tensor_mesh
 
 
 @needs_ranks
+def test_a_sum_of_gradients_that_are_the_same_is_found_in_the_first_step(tensor_mesh):
+    """Of a norm whose input is whole, beside that of heads, of which ranks have terms."""
+    module = fresh()
+    before = copy.deepcopy(module)
+    plan = PLAN | {"last": "replicated_with_grad_allreduce"}
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=plan)
+    loss_of(module, words_of(0)).backward()
+    with pytest.raises(ValueError, match=r"gradients of last\.weight, last\.bias are the same.*give 'replicate'"):
+        optimizer.step()
+    optimizer.close()
+    assert_same_parameters(module, before, atol=0)
+
+
+@needs_ranks
 @pytest.mark.parametrize(
     ("options", "message"),
     [
