@@ -439,7 +439,7 @@ def spectrum(theme: Theme) -> Figure:
         axes.fill_between(depth, *ends, color=colour, alpha=0.4, lw=0, label=f"{label}, 2 deviations")
     axes.plot(depth, np.exp(-middle), color=theme.ranks[0], lw=2, label="most probable")
     axes.step(depth, np.exp(-shown["truth"].reshape(shown["shape"])[:, column]), where="mid", color=BAD, label="true")
-    axes.set_ylim(1.2, 3.6)
+    axes.set_ylim(1.2, 3.9)
     axes.legend(loc="upper left", ncols=2, frameon=False, labelcolor=theme.text, fontsize=8)
     return figure
 
