@@ -333,13 +333,18 @@ def _not_held(step: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray
 
 def _labels(groups: Any, field: FieldOfTerm) -> np.ndarray:
     """The numbers of the groups of this rank's elements, as the user gives them."""
-    found = np.asarray(groups)
+    try:
+        found = np.asarray(groups)
+    except ValueError:  # lists of different lengths
+        found = np.zeros(0)
     if found.dtype.kind not in "iu":
         raise TypeError(f"GroupL1: groups={shown(groups)} must be whole numbers")
     if found.shape not in (field.local_shape, (field.size,)):
         raise ValueError(f"GroupL1: groups have the shape {found.shape}, but the array {field.local_shape}")
     if found.size and found.min() < -1:
         raise ValueError(f"GroupL1: the number {found.min()} of a group must be at least 0, or -1 for none")
+    if found.size and found.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"GroupL1: the number {found.max()} of a group must be below 2**63")
     return found.reshape(-1).astype(np.int64)
 
 
@@ -359,7 +364,13 @@ def _labels_along(axes: Any, field: FieldOfTerm) -> np.ndarray:
 
 def _weights(weight: Any, numbers: np.ndarray) -> np.ndarray:
     """The weights of the groups with these numbers."""
-    given = np.asarray(weight, np.float64).reshape(-1)
+    try:
+        found = np.asarray(weight)
+        if found.dtype.kind == "c":
+            raise TypeError
+        given = found.astype(np.float64).reshape(-1)
+    except (TypeError, ValueError):
+        raise TypeError(f"GroupL1: weight={shown(weight)} must be a number or an array of real ones") from None
     if np.ndim(weight) == 0:
         return np.full(len(numbers), given[0])
     if len(numbers) and numbers[-1] >= given.size:
