@@ -228,6 +228,20 @@ def test_groups_of_a_system_are_optimal(bounds: tuple[float, float] | None) -> N
     assert not found.jac.reshape(16, 3)[zero & ~held.any(1)].any()
 
 
+def test_bounds_cut_a_group_while_another_one_is_nearly_zero() -> None:
+    """Its norm is found to the last bits, too, so that a run ends by `gtol`, and not where steps have become wrong."""
+    goal = np.array([3.0, 4.0, 0.6, 0.8 + 1e-7])
+    found = minimize(
+        regularized(lambda x: (0.5 * ((x - goal) ** 2).sum(), x - goal), GroupL1(1.0, groups=[0, 0, 1, 1])),
+        np.zeros(4),
+        bounds=(-1.0, 2.5),
+        options={"ftol": 0.0, "gtol": 1e-12},
+    )
+    norm = np.hypot(0.6, 0.8 + 1e-7)
+    assert np.allclose(found.x[2:], goal[2:] * (norm - 1) / norm, rtol=1e-4, atol=0) and found.x[1] == 2.5
+    assert np.isclose(found.x[0] * (1 + 1 / np.hypot(found.x[0], 2.5)), 3.0, rtol=1e-12)
+
+
 def test_groups_of_one_element_are_an_l1_term() -> None:
     rng = np.random.default_rng(4)
     misfit = LinearMisfit(rng.standard_normal((20, 30)), rng.standard_normal(20))
