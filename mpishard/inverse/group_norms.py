@@ -19,8 +19,8 @@ from mpishard.layout.boxes import box_shape
 from mpishard.minimizers.penalty import AtReference, GroupsAtReference, Penalty
 
 Array = Any
-_ROUNDS = 100  # at most, of a proximal point where bounds cut a group
-_CONVERGED = 2.0**-50  # relative change of a norm
+_ROUNDS = 180  # at most, of a proximal point where bounds cut a group: a third of them halve
+_CONVERGED = 2.0**-50  # relative to where a norm or its weight is
 _BITS = 30  # of each of three words of a square
 
 
@@ -264,8 +264,8 @@ class _Groups:
     def proximal_point(self, center: np.ndarray, alpha: float, lower: np.ndarray, upper: np.ndarray) -> np.ndarray:
         """A group has the direction of its center, shortened by weight / alpha, but where a side cuts it.
 
-        With u the distances from the reference it is ``u = clip(v |u| / (|u| + weight / alpha))``, whose norm is found
-        by repetition from above.
+        With u the distances from the reference it is ``u = clip(a v)``, where the part a of v is that of its norm,
+        ``|u| / (|u| + weight / alpha)``; it is found between two ends.
         """
         found = np.minimum(np.maximum(center, lower), upper)
         here, group = self._elements, self._group
@@ -285,19 +285,32 @@ class _Groups:
     ) -> np.ndarray:
         """The proximal point where sides cut groups."""
         group = self._group
-        zero = self._norms(_not_held(v, low, high)) <= shrink
-        off_sides = self._sums(((low > 0) | (high < 0)).astype(np.int64)[:, None])[:, 0]
-        zero &= off_sides == 0
-        u = np.minimum(np.maximum(v, low), high)
-        norms = self._norms(u)
-        for _ in range(_ROUNDS):
-            u = np.minimum(np.maximum(v * (norms / np.where(norms > 0, norms + shrink, 1.0))[group], low), high)
-            before, norms = norms, self._norms(u)
-            changed = abs(norms - before) > _CONVERGED * before
-            go_on = np.array([(changed & ~zero).any()], np.int64)
+
+        def at(part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            """The point of these parts of v, and how much too large its norm is for them: less for larger parts."""
+            point = np.minimum(np.maximum(v * part[group], low), high)
+            return point, self._norms(point) / np.where(part > 0, part, 1.0) * (1 - part) - shrink
+
+        excess = self._norms(_not_held(v, low, high)) - shrink  # at the part 0
+        least, most = (self._norms(np.minimum(np.maximum(each, low), high)) for each in (np.zeros_like(v), v))
+        zero = (excess <= 0) & (least == 0)
+        part, above = (norms / np.where(norms > 0, norms + shrink, 1.0) for norms in (least, most))
+        excess = np.where(part > 0, at(part)[1], excess)
+        u, lack = at(above)
+        for k in range(_ROUNDS):  # false position, which is halved where one end stays, and each third time bisection
+            is_open = ~zero & (lack < 0) & (excess > 0) & (above - part > _CONVERGED * above)
+            go_on = np.array([is_open.any()], np.int64)
             self._ranks.all_reduce(go_on, op="max", label="groups")
             if not go_on[0]:
                 break
+            share = 0.5 if k % 3 == 2 else excess / np.where(is_open, excess - lack, 1.0)
+            middle = np.where(is_open, part + share * (above - part), above)
+            point, left = at(middle)
+            left = np.where(abs(left) <= _CONVERGED * shrink, 0.0, left)  # as small as rounding lets it be
+            is_above, is_below = is_open & (left <= 0), is_open & (left > 0)
+            u = np.where(is_above[group], point, u)
+            above, lack = np.where(is_above, middle, above), np.where(is_above, left, 0.5 * lack)
+            part, excess = np.where(is_below, middle, part), np.where(is_below, left, 0.5 * excess)
         return np.where(zero[group], 0.0, u)
 
     def subgradient(self, x: np.ndarray, gradient: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> np.ndarray:
@@ -333,13 +346,18 @@ def _not_held(step: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray
 
 def _labels(groups: Any, field: FieldOfTerm) -> np.ndarray:
     """The numbers of the groups of this rank's elements, as the user gives them."""
-    found = np.asarray(groups)
+    try:
+        found = np.asarray(groups)
+    except ValueError:  # lists of different lengths
+        found = np.zeros(0)
     if found.dtype.kind not in "iu":
         raise TypeError(f"GroupL1: groups={shown(groups)} must be whole numbers")
     if found.shape not in (field.local_shape, (field.size,)):
         raise ValueError(f"GroupL1: groups have the shape {found.shape}, but the array {field.local_shape}")
     if found.size and found.min() < -1:
         raise ValueError(f"GroupL1: the number {found.min()} of a group must be at least 0, or -1 for none")
+    if found.size and found.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"GroupL1: the number {found.max()} of a group must be below 2**63")
     return found.reshape(-1).astype(np.int64)
 
 
@@ -359,7 +377,13 @@ def _labels_along(axes: Any, field: FieldOfTerm) -> np.ndarray:
 
 def _weights(weight: Any, numbers: np.ndarray) -> np.ndarray:
     """The weights of the groups with these numbers."""
-    given = np.asarray(weight, np.float64).reshape(-1)
+    try:
+        found = np.asarray(weight)
+        if found.dtype.kind == "c":
+            raise TypeError
+        given = found.astype(np.float64).reshape(-1)
+    except (TypeError, ValueError):
+        raise TypeError(f"GroupL1: weight={shown(weight)} must be a number or an array of real ones") from None
     if np.ndim(weight) == 0:
         return np.full(len(numbers), given[0])
     if len(numbers) and numbers[-1] >= given.size:

@@ -100,7 +100,8 @@ class TotalVariation:
         spacing = tuple(number("TotalVariation: spacing", step, above=0) for step in steps)
         object.__setattr__(self, "spacing", spacing)
         if self.shape is not None:
-            shape = tuple(integer("TotalVariation: shape", extent, least=1) for extent in self.shape)
+            extents = self.shape if isinstance(self.shape, Sequence | np.ndarray) else (self.shape,)
+            shape = tuple(integer("TotalVariation: shape", extent, least=1) for extent in extents)
             object.__setattr__(self, "shape", shape)
 
     def value(self, x: Any) -> float:

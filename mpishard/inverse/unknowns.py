@@ -427,9 +427,12 @@ class FieldOfTerm:
     def values(self, what: str, given: Any, least: float = -np.inf, most: float = np.inf) -> np.ndarray:
         """A number or array of the user's, checked, for each element of this rank, flat in float64."""
         try:
-            found = np.asarray(arrays.to_host(given) if arrays.is_array(given) else given).astype(np.float64)
+            found = np.asarray(arrays.to_host(given) if arrays.is_array(given) else given)
+            if found.dtype.kind == "c":
+                raise TypeError
+            found = found.astype(np.float64)
         except (TypeError, ValueError):
-            raise TypeError(f"{self._kind}: {what}={shown(given)} must be a number or an array") from None
+            raise TypeError(f"{self._kind}: {what}={shown(given)} must be a number or an array of real ones") from None
         if found.ndim and found.shape not in (self.local_shape, (self.size,)):
             raise ValueError(
                 f"{self._kind}: {what} has the shape {found.shape}, but the array {self.local_shape}; give an array of "

@@ -228,6 +228,20 @@ def test_groups_of_a_system_are_optimal(bounds: tuple[float, float] | None) -> N
     assert not found.jac.reshape(16, 3)[zero & ~held.any(1)].any()
 
 
+def test_bounds_cut_a_group_while_another_one_is_nearly_zero() -> None:
+    """Its norm is found to the last bits, too, so that a run ends by `gtol`, and not where steps have become wrong."""
+    goal = np.array([3.0, 4.0, 0.6, 0.8 + 1e-7])
+    found = minimize(
+        regularized(lambda x: (0.5 * ((x - goal) ** 2).sum(), x - goal), GroupL1(1.0, groups=[0, 0, 1, 1])),
+        np.zeros(4),
+        bounds=(-1.0, 2.5),
+        options={"ftol": 0.0, "gtol": 1e-12},
+    )
+    norm = np.hypot(0.6, 0.8 + 1e-7)
+    assert np.allclose(found.x[2:], goal[2:] * (norm - 1) / norm, rtol=1e-4, atol=0) and found.x[1] == 2.5
+    assert np.isclose(found.x[0] * (1 + 1 / np.hypot(found.x[0], 2.5)), 3.0, rtol=1e-12)
+
+
 def test_groups_of_one_element_are_an_l1_term() -> None:
     rng = np.random.default_rng(4)
     misfit = LinearMisfit(rng.standard_normal((20, 30)), rng.standard_normal(20))
@@ -322,6 +336,9 @@ def run(term: Any, x0: Any = ZEROS, **given: Any) -> Any:
         (lambda: GroupL1(1.0), "GroupL1 takes either groups=.*axis="),
         (lambda: GroupL1(1.0, axis=0, groups=[0]), "GroupL1 takes either groups=.*axis="),
         (lambda: run(TotalVariation(np.ones(5))), r"TotalVariation: weight .*\(5,\).*\(6,\)"),
+        (lambda: run(TotalVariation(ZEROS + 1j)), "TotalVariation: weight=.*real"),
+        (lambda: run(TotalVariation(1.0, reference=ZEROS + 1j)), "TotalVariation: reference=.*real"),
+        (lambda: TotalVariation(1.0, shape=2.5), "TotalVariation: shape=2.5 .*whole number"),
         (lambda: run(TotalVariation([1.0, 1, 1, np.inf, 1, 1])), "TotalVariation: weight has the value inf"),
         (lambda: run(TotalVariation(1.0, mask=np.full(6, 2))), "TotalVariation: mask has the value 2"),
         (lambda: run(TotalVariation(1.0, shape=(2, 4))), r"TotalVariation: shape=\(2, 4\).*\(6,\)"),
@@ -350,6 +367,10 @@ def run(term: Any, x0: Any = ZEROS, **given: Any) -> Any:
         (lambda: run(GroupL1(1.0, groups=[0, 1])), r"GroupL1: groups have the shape \(2,\).*\(6,\)"),
         (lambda: run(GroupL1(1.0, groups=[0, 1, -2, 0, 0, 0])), "GroupL1: the number -2"),
         (lambda: run(GroupL1(1.0, groups=[0.5] * 6)), "GroupL1: groups=.*whole numbers"),
+        (lambda: run(GroupL1(1.0, groups=[[0], [1, 2]])), r"GroupL1: groups=\[\[0\], \[1, 2\]\] .*whole numbers"),
+        (lambda: run(GroupL1(1.0, groups=np.full(6, 2**63, np.uint64))), "the number 9223372036854775808 .*2\\*\\*63"),
+        (lambda: run(GroupL1(ZEROS + 1j, groups=[0] * 6)), "GroupL1: weight=.*real"),
+        (lambda: run(GroupL1(["a"], groups=[0] * 6)), r"GroupL1: weight=\['a'\] must be"),
         (lambda: run(GroupL1(1.0, axis=1)), r"GroupL1: axis=\(1,\).*\(6,\)"),
         (lambda: run(GroupL1([1.0, 2.0], groups=[0, 1, 2, 0, 0, 0])), "2 weights, and none for the group 2"),
         (lambda: run(GroupL1([1.0, -2.0], groups=[0, 1, 1, 0, 0, 0])), "weight -2"),
