@@ -170,10 +170,9 @@ class PieceCompressor(Compressor):
 
 
 class FusedCompressor(PieceCompressor):
-    """A compressor with compiled loops for NumPy arrays and for device arrays.
+    """A compressor with compiled loops for NumPy arrays and CUDA functions for device arrays.
 
-    Where no CUDA functions are compiled, device arrays take operations on whole arrays.  All give the same bytes,
-    except for the bits of NaN, and of sums within 1e-16 of a tie in rounding.
+    Both give the same bytes, except for the bits of NaN, and of sums within 1e-16 of a tie in rounding.
     """
 
     def compress(self, values: Array, wire: Array) -> None:
@@ -181,8 +180,6 @@ class FusedCompressor(PieceCompressor):
             return
         if arrays.runs_cuda(values):
             self._compress_by_cuda(values, wire, values[:0])
-        elif arrays.is_device(values):
-            self._compress_on_device(values, wire)
         else:
             self._compress_on_host(values, wire, np.empty(0, values.dtype))
 
@@ -191,8 +188,6 @@ class FusedCompressor(PieceCompressor):
             return
         if arrays.runs_cuda(values):
             self._decompress_by_cuda(wire, values, False)
-        elif arrays.is_device(values):
-            self._decompress_on_device(wire, values)
         else:
             self._decompress_on_host(wire, values, False)
 
@@ -201,8 +196,6 @@ class FusedCompressor(PieceCompressor):
             return
         if arrays.runs_cuda(values):
             self._compress_by_cuda(values, wire, rest)
-        elif arrays.is_device(values):
-            super().split(values, wire, rest)
         else:
             self._compress_on_host(values, wire, rest)
 
@@ -211,8 +204,6 @@ class FusedCompressor(PieceCompressor):
             return
         if arrays.runs_cuda(total):
             self._decompress_by_cuda(wire, total, True)
-        elif arrays.is_device(total):
-            super().add(wire, total)
         else:
             self._decompress_on_host(wire, total, True)
 
@@ -231,12 +222,6 @@ class FusedCompressor(PieceCompressor):
     @abstractmethod
     def _decompress_by_cuda(self, wire: Array, values: Array, add: bool) -> None:
         """As `_decompress_on_host`."""
-
-    @abstractmethod
-    def _compress_on_device(self, values: Array, wire: Array) -> None: ...
-
-    @abstractmethod
-    def _decompress_on_device(self, wire: Array, values: Array) -> None: ...
 
 
 def padded(nbytes: int) -> int:

@@ -77,14 +77,6 @@ class Float16Compressor(_Cast):
     _to, _from = kernels.to_float16, kernels.from_float16
     _device_dtype, _largest = np.float16, kernels.LARGEST_HALF
 
-    def _compress_on_device(self, values: Array, wire: Array) -> None:
-        module, largest = arrays.module_of(values), kernels.LARGEST_HALF
-        kept = module.where(module.isfinite(values), module.clip(values, -largest, largest), values)
-        _bits(wire, values.size).view(np.float16)[...] = kept.astype(np.float32)
-
-    def _decompress_on_device(self, wire: Array, values: Array) -> None:
-        values[...] = _bits(wire, values.size).view(np.float16)
-
 
 @dataclass(frozen=True)
 class BFloat16Compressor(_Cast):
@@ -94,16 +86,6 @@ class BFloat16Compressor(_Cast):
     _device_dtype, _largest = np.uint16, np.inf
 
     # In integers, since CuPy has no bfloat16.
-    def _compress_on_device(self, values: Array, wire: Array) -> None:
-        module, singles = arrays.module_of(values), values.astype(np.float32)
-        bits = singles.view(np.uint32)
-        odd = module.right_shift(bits, 16) & 1
-        rounded = module.where(module.isnan(singles), bits | 0x400000, bits + odd + 0x7FFF)
-        _bits(wire, values.size)[...] = module.right_shift(rounded, 16)
-
-    def _decompress_on_device(self, wire: Array, values: Array) -> None:
-        upper = _bits(wire, values.size).astype(np.uint32)
-        values[...] = arrays.module_of(values).left_shift(upper, 16).view(np.float32)
 
 
 def _bits(wire: Array, size: int) -> Array:
@@ -208,11 +190,7 @@ class PowerSGDCompressor(Compressor):
             Normally distributed, the same on all ranks.
         """
         host = normal(0, name, (columns, self.rank), dtype=like.dtype)
-        if not arrays.is_device(like):
-            return host
-        basis = arrays.empty(host.size, host.dtype, like=like)
-        arrays.copy_to_device(host.reshape(-1), basis)
-        return basis.reshape(host.shape)
+        return np.asarray(host, like=like)
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -239,24 +217,6 @@ class _Blockwise(FusedCompressor):
         """The scales, and the bytes after them."""
         scales = 4 * -(-size // self.block)
         return wire[:scales].view(np.float32), wire[scales:]
-
-    def _rows(self, values: Array) -> Array:
-        """The values as one row per block; the last row is padded with zeros."""
-        rows = -(-values.size // self.block)
-        if values.size == rows * self.block:
-            return values.reshape(rows, self.block)
-        filled = arrays.zeros(rows * self.block, values.dtype, like=values)
-        filled[: values.size] = values
-        return filled.reshape(rows, self.block)
-
-    def _write(self, scales: Array, found: Array) -> None:
-        """Write the scales as they are sent: NaN in the bits that it has on every processor."""
-        module = arrays.module_of(found)
-        scales[...] = module.where(module.isnan(found), kernels.NAN, found)
-
-    def _for_each(self, scales: Array, values: Array) -> Array:
-        """The scale of each element."""
-        return arrays.module_of(values).repeat(scales.astype(values.dtype), self.block)[: values.size]
 
 
 @dataclass(frozen=True)
@@ -300,23 +260,6 @@ class Int8Compressor(_Blockwise):
         function = SOURCE.function("from_int8", REAL=values.dtype, STORED=np.float16)
         launch(function, _blocks(values.size), _THREADS, scales, codes, values, values.size, self.block, add)
 
-    def _compress_on_device(self, values: Array, wire: Array) -> None:
-        module = arrays.module_of(values)
-        scales, codes = self._parts(wire, values.size)
-        rows = self._rows(values)
-        self._write(scales, module.abs(rows).max(axis=1) / 127)
-        finite = module.isfinite(scales)
-        # Divide by the scale as it is sent, in float32.
-        divisors = module.where(finite & (scales > 0), scales, 1).astype(values.dtype)
-        levels = module.clip(module.rint(rows / divisors[:, None]), -127, 127)
-        levels = module.where(finite[:, None], levels, 1)
-        codes[: values.size].view(np.int8)[...] = levels.reshape(-1)[: values.size]
-
-    def _decompress_on_device(self, wire: Array, values: Array) -> None:
-        scales, codes = self._parts(wire, values.size)
-        values[...] = codes[: values.size].view(np.int8)
-        values *= self._for_each(scales, values)
-
 
 @dataclass(frozen=True)
 class SignCompressor(_Blockwise):
@@ -355,21 +298,6 @@ class SignCompressor(_Blockwise):
         scales, signs = self._parts(wire, values.size)
         function = SOURCE.function("from_signs", REAL=values.dtype, STORED=np.float16)
         launch(function, _blocks(values.size), _THREADS, scales, signs, values, values.size, self.block, add)
-
-    def _compress_on_device(self, values: Array, wire: Array) -> None:
-        module = arrays.module_of(values)
-        scales, signs = self._parts(wire, values.size)
-        sums = module.abs(self._rows(values)).sum(axis=1, dtype=np.float64)
-        self._write(scales[:-1], sums[:-1] / self.block)
-        self._write(scales[-1:], sums[-1:] / (values.size - (len(scales) - 1) * self.block))
-        signs[: -(-values.size // 8)] = module.packbits(values >= 0)
-
-    def _decompress_on_device(self, wire: Array, values: Array) -> None:
-        module = arrays.module_of(values)
-        scales, signs = self._parts(wire, values.size)
-        positive = module.unpackbits(signs[: -(-values.size // 8)])[: values.size]
-        scale = self._for_each(scales, values)
-        values[...] = module.where(positive, scale, -scale)
 
 
 _SAMPLE = 1 << 14

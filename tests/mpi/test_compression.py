@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import cuda_on_host
 import hybrid
 import numpy as np
 import pytest
@@ -366,6 +367,7 @@ def test_tensor_and_pipeline_ranks(comm, strategy, compressor):
 # Compressed gradients in memory that the host cannot touch: the same training as with NumPy arrays.
 
 
+@pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 @pytest.mark.parametrize(("strategy", "dtype"), [(STRATEGIES[0], np.float64), (STRATEGIES[2], np.float32)])
 def test_the_same_as_on_the_host(mesh, device, strategy, compressor, dtype):
