@@ -63,19 +63,6 @@ def as_array(values: Any, like: Array) -> Array:
     )
 
 
-def array_module(platform: str) -> Any:
-    """The module ``numpy`` or ``cupy``, whichever has arrays on a platform of JAX such as ``"cpu"``.
-
-    Raises ValueError for other platforms than CPU and NVIDIA or AMD GPU, ModuleNotFoundError if CuPy is needed and not
-    installed.
-    """
-    if platform == "cpu":
-        return np
-    if platform not in ("gpu", "cuda", "rocm"):
-        raise ValueError(f"parameters are on {platform}, and must be on cpu or gpu: jax.device_put(tree, device)")
-    return arrays.device_module()
-
-
 def check_precision(dtype: Any) -> None:
     """Raise ValueError if JAX would compute in float32 with float64 parameters."""
     config: Any = jax.config
@@ -110,14 +97,16 @@ class TreeLeaves:
 
     structure: Any
     named: dict[str, Any]
+    module: Any  # which has arrays on their device: NumPy or CuPy
 
     @classmethod
     def of(cls, tree: Any) -> TreeLeaves:
         """The checked leaves of a pytree of arrays of JAX or NumPy; nothing is changed.
 
         Raises TypeError if a leaf is no array, or they are not all float32 or all float64.  Raises ValueError if the
-        tree is empty, two leaves have one name, they are on several devices or deleted, or they are float64 and JAX
-        computes in float32.
+        tree is empty, two leaves have one name, they are on several devices, on a platform other than CPU and NVIDIA
+        or AMD GPU, or deleted, or they are float64 and JAX computes in float32.  Raises ModuleNotFoundError if they
+        need CuPy and it is not installed.
         """
         paths, structure = jax.tree_util.tree_flatten_with_path(tree)
         if not paths:
@@ -131,8 +120,7 @@ class TreeLeaves:
         for name, leaf in named.items():
             _check_leaf(name, leaf)
         _check_dtypes(named)
-        _check_devices(named)
-        return cls(structure, named)
+        return cls(structure, named, _module_of_device(named))
 
     @property
     def described(self) -> dict[str, str]:
@@ -141,11 +129,6 @@ class TreeLeaves:
         mark = hashlib.blake2b("\n".join(each).encode(), digest_size=4).hexdigest()
         size = sum(leaf.size for leaf in self.named.values())
         return {"parameters": f"{len(each)} arrays of {size} elements [{mark}]"}
-
-    @property
-    def platform(self) -> str:
-        """The platform of all leaves, as JAX names it."""
-        return next((_platforms(leaf)[0] for leaf in self.named.values() if isinstance(leaf, jax.Array)), "cpu")
 
 
 def name_of(path: Any) -> str:
@@ -185,23 +168,25 @@ def _check_dtypes(named: dict[str, Any]) -> None:
     check_precision(next(iter(of_dtype)))
 
 
-def _check_devices(named: dict[str, Any]) -> None:
-    """Raise ValueError unless all leaves of JAX are on one device."""
-    on: dict[str, str] = {}
+def _module_of_device(named: dict[str, Any]) -> Any:
+    """The module that has arrays on the one device of all leaves of JAX; NumPy where all leaves are NumPy's."""
+    on: dict[Any, str] = {}
     for name, leaf in named.items():
         if isinstance(leaf, jax.Array):
             for device in leaf.devices():
-                on.setdefault(str(device), name)
+                on.setdefault(device, name)
     if len(on) > 1:
         found = " and ".join(f"{name!r} on {device}" for device, name in list(on.items())[:3])
         raise ValueError(
             f"all parameters must be on one device, here {found}: jax.device_put(tree, jax.devices()[0]); mpishard "
             "divides over ranks, each with its device"
         )
-
-
-def _platforms(leaf: Any) -> list[str]:
-    return sorted(device.platform for device in leaf.devices())
+    platform = next((device.platform for device in on), "cpu")
+    if platform == "cpu":
+        return np
+    if platform not in ("gpu", "cuda", "rocm"):
+        raise ValueError(f"parameters are on {platform}, and must be on cpu or gpu: jax.device_put(tree, device)")
+    return arrays.device_module()
 
 
 class TreeState:
@@ -213,10 +198,9 @@ class TreeState:
     """
 
     def __init__(self, leaves: TreeLeaves) -> None:
-        module = array_module(leaves.platform)
         self.structure: Any = leaves.structure
         specs = [ParameterSpec(name, tuple(leaf.shape)) for name, leaf in leaves.named.items()]
-        like = module.empty(0, str(next(iter(leaves.named.values())).dtype))
+        like = leaves.module.empty(0, str(next(iter(leaves.named.values())).dtype))
         flat = joined([as_array(leaf, like) for leaf in leaves.named.values()])
         ready(flat)  # before the leaves are gone, see `as_array`
         self.parameters: FlatParameters = FlatParameters.over(flat, specs)
