@@ -494,7 +494,7 @@ class PointToPoint:
         return is_staged(buffer, withheld=self._channel.withholds_device_buffers)
 
     def _staged(self, call: Fields, sent: int, buffer: Array, piece: StagedPiece) -> StagedRequest:
-        return StagedRequest(self._channel.ledger, call, sent, [piece], buffer, buffer, started=True, read=(buffer,))
+        return StagedRequest(self._channel.ledger, call, sent, [piece], [buffer], buffer, started=True)
 
     def wait(self, request: Request, peer: int, tag: int) -> Array:
         """Finish a message to or from `peer`; in debug mode raise if both ends wait in calls that do not match."""

@@ -154,9 +154,8 @@ class StagedCollectives:
         self, call: Fields, sent: int, pieces: list[StagedPiece], buffer: Array, result: Array, **options: Any
     ) -> StagedRequest:
         read = (buffer, result, *options.pop("read", ()))
-        like = next(each for each in read if arrays.is_device(each))
-        options |= {"read": read, "started": self._started}
-        request = StagedRequest(self._channel.ledger, call, sent, pieces, like, result, **options)
+        options["started"] = self._started
+        request = StagedRequest(self._channel.ledger, call, sent, pieces, read, result, **options)
         if self._started:
             self._channel.note_started(request)
         return request

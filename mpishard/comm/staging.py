@@ -129,11 +129,12 @@ class StagedRequest(Request):
     """A `Request` over pieces, in the order of MPI's calls; `StagedCollectives` and `PointToPoint` make them.
 
     After `wait` the results are in stream order: the current stream waits for the copies back, and so does the one that
-    was current at the start; the host does not. `like` is one of the buffers on the device; its dtype is that of all.
+    was current at the start; the host does not. `read` has the buffers, all of one dtype, of which at least one is on
+    the device; they are kept alive until the end.
 
     `started`: MPI's calls may begin later; else `wait` makes them, and follows at once. `arithmetic`: MPI computes with
     the elements, for which half precision is widened to float32. `overlapping`: a copy back may overwrite what another
-    piece has to copy out. Buffers in `read` are kept alive until the end.
+    piece has to copy out.
     """
 
     def __init__(
@@ -142,18 +143,17 @@ class StagedRequest(Request):
         call: Fields,
         sent: int,
         pieces: Sequence[StagedPiece],
-        like: Array,
+        read: Sequence[Array],
         result: Array,
         *,
         started: bool,
         arithmetic: bool = False,
         overlapping: bool = False,
-        read: Sequence[Array] = (),
     ) -> None:
         self.ledger = ledger
         self.fields = call
         self._pieces = list(pieces)
-        self._like = like
+        self._like = like = next(each for each in read if arrays.is_device(each))
         self._dtype = like.dtype
         self._started = started
         self._half = is_half(self._dtype)
