@@ -68,7 +68,7 @@ def child_mpishard(setting: Setting, name: str, dtype: str) -> dict[str, Any]:
     with np.load(file_of(setting, name)) as file:
         given = dict(file)
     for each in parameters:
-        parameters.assign(each, arrays.on_device_of(given[f"weight {each}"], like=parameters.flat))
+        parameters.assign(each, np.asarray(given[f"weight {each}"], like=parameters.flat))
     tokens, targets = given["tokens"], given["targets"]
     alone = float(model.loss(tokens, targets))
     calls = counted_calls_of_cudnn()

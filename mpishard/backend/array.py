@@ -316,7 +316,7 @@ def overlap(one: Array, other: Array) -> bool:
 
 
 def to_host(a: Array) -> np.ndarray:
-    """`a` itself if it is a NumPy array, else a new NumPy array with its content."""
+    """A new NumPy array with the content of an array in device memory; anything else itself."""
     if not is_device(a):
         return a
     host = np.empty(a.shape, a.dtype)
@@ -324,13 +324,9 @@ def to_host(a: Array) -> np.ndarray:
     return host
 
 
-def on_device_of(host_array: np.ndarray, like: Array) -> Array:
-    """A copy of `host_array` on the device of `like`; `host_array` itself if `like` is a NumPy array."""
-    if not is_device(like):
-        return host_array
-    target = empty(host_array.shape, host_array.dtype, like=like)
-    copy_to_device(host_array, target)
-    return target
+def as_array(a: Any) -> Array:
+    """`a` itself if it is an array in device memory, else ``numpy.asarray(a)``, with its errors."""
+    return a if is_device(a) else np.asarray(a)
 
 
 def empty(size: int | tuple[int, ...], dtype: Any, like: Array) -> Array:

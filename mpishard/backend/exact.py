@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.backend.array import is_device, module_of, on_device_of, runs_cuda, to_host
+from mpishard.backend.array import is_device, module_of, runs_cuda, to_host
 from mpishard.backend.compiled import HostFunction, inner
 from mpishard.backend.cuda_source import CudaSource, launch
 from mpishard.backend.kinds import backend_of
@@ -177,12 +177,17 @@ def norm_of(array: Array) -> float:
     return norm(sum_of_squares(array, top, array.size), top) if math.isfinite(top) else top
 
 
-def expect_norms(dtype: np.dtype, squares: bool) -> None:
-    """Announce a call of `largest` with NumPy arrays of this dtype; with `squares` also one of `sum_of_squares`."""
-    integer, mask, _, _ = _BITS[dtype.itemsize]
+def expect_norms(like: Array, squares: bool) -> None:
+    """Announce a call of `largest` with NumPy arrays of this dtype; with `squares` also one of `sum_of_squares`.
+
+    For a device nothing is compiled ahead.
+    """
+    if is_device(like):
+        return
+    integer, mask, _, _ = _BITS[like.itemsize]
     _largest_bits.expect((np.empty(0, integer),), (mask,))
     if squares:
-        _binned_squares.expect((np.empty(0, dtype),), (0.0, 0.0, 0.0))
+        _binned_squares.expect((np.empty(0, like.dtype),), (0.0, 0.0, 0.0))
 
 
 def _exponent(top: float) -> int:
@@ -355,9 +360,11 @@ def combine(
         _combine((rows, vector, np.array(indices, np.int64), numbers, buffer, out), (float(factor),))
 
 
-def expect_dots(dtype: np.dtype) -> None:
-    """Announce calls of `row_dot_words`, `combine` and `largest_product` with writeable NumPy arrays of this dtype."""
-    rows, vector, none = np.empty((0, 0), dtype), np.empty(0, dtype), np.empty((0, 2), np.int64)
+def expect_dots(like: Array) -> None:
+    """As `expect_norms`, calls of `row_dot_words`, `combine` and `largest_product` with writeable arrays."""
+    if is_device(like):
+        return
+    rows, vector, none = np.empty((0, 0), like.dtype), np.empty(0, like.dtype), np.empty((0, 2), np.int64)
     _row_dots.expect((rows, vector, none[:, 0].copy(), none, none.view(np.float64), none, none))
     _combine.expect((rows, vector, none[:, 0].copy(), np.empty(0), np.empty(0), vector), (1.0,))
     _largest_product.expect((vector, vector), (_BITS[8][1],))
@@ -459,7 +466,7 @@ def group_words(
         backend.to_host(found, words.view(np.uint64))
         return normalized(words.reshape(-1, 2)).reshape(words.shape)
     part = slice(int(starts[0]), int(starts[-1]))
-    last = on_device_of(np.maximum(starts - part.start - 1, 0), index)
+    last = np.asarray(np.maximum(starts - part.start - 1, 0), like=index)
     for k, row in enumerate(indices):
         first, second = map(float, magic[k])
         products = _products(rows[row][index[part]], factor[part])

@@ -97,9 +97,11 @@ def sorted_words(
     return np.stack(words, axis=1)
 
 
-def expect(dtype: np.dtype) -> None:
-    """Announce calls of `words_with` and `sorted_words` with writeable NumPy arrays of this dtype."""
-    rows, number, flag = np.empty((0, 0), dtype), np.empty(0, np.int64), np.empty(0, np.uint8)
+def expect(like: Array) -> None:
+    """As `exact.expect_norms`, calls of `words_with` and `sorted_words` with writeable arrays."""
+    if is_device(like):
+        return
+    rows, number, flag = np.empty((0, 0), like.dtype), np.empty(0, np.int64), np.empty(0, np.uint8)
     words, pairs, wide = np.empty((0, 0, 2), np.int64), np.empty((0, 2), np.int64), np.empty((0, 0))
     marks = pairs.view(np.float64), pairs
     magic = words.view(np.float64)
@@ -418,13 +420,15 @@ def changed_words(
     return words
 
 
-def expect_changes(dtype: np.dtype) -> None:
-    """Announce a call of `changed_words` with writeable NumPy arrays of this dtype."""
+def expect_changes(like: Array) -> None:
+    """As `exact.expect_norms`, a call of `changed_words` with writeable arrays."""
+    if is_device(like):
+        return
     number, flag, pair = np.empty(0, np.int64), np.empty(0, np.uint8), np.empty((0, 2), np.int64)
     marks = pair.view(np.float64), pair
     wide = np.empty((0, 0))
     buffers = wide, wide, number, np.empty(0), pair
-    _changed.expect((np.empty((0, 0), dtype), number, number, pair, flag, flag, pair, *marks, *buffers), (0,))
+    _changed.expect((np.empty((0, 0), like.dtype), number, number, pair, flag, flag, pair, *marks, *buffers), (0,))
 
 
 def _changed_loop(

@@ -92,12 +92,12 @@ def _compile_formulas(dtype: np.dtype) -> None:
 
 
 def _compile_sums(dtype: np.dtype) -> None:
-    exact.expect_norms(dtype, squares=True)
-    exact.expect_dots(dtype)
-    exact_rows.expect(dtype)
-    exact_rows.expect_changes(dtype)
-    compile_expected()
     own, received, out = np.ones(1, dtype), np.ones(1, dtype), np.empty(1, dtype)
+    exact.expect_norms(out, squares=True)
+    exact.expect_dots(out)
+    exact_rows.expect(out)
+    exact_rows.expect_changes(out)
+    compile_expected()
     add_by_tree(own, received, (-1, 0), (0, 1), out)
 
 

@@ -83,7 +83,7 @@ def limits_of(method: Method, strategy: Strategy, functions: Mapping[str, Callab
         if option is None:
             return None
         found = cut_full(option, parameters, ranges) if local is None else _ranges(local.arranged(option), ranges)
-        return arrays.on_device_of(found, parameters.like)
+        return np.asarray(found, like=parameters.like)
 
     *others, l1_weights, l1_reference = given
     local, local_l1 = of_this_rank(method), l1_of_this_rank(method)
@@ -171,13 +171,13 @@ class ShardedSpace(Space):
     def whole(self, vector: Array) -> Array:
         """All elements of a vector on every rank, in memory like its own, in the order of the specs.  Collective."""
         whole = gather_slot(self._strategy, vector, self._strategy.mesh.world)
-        return arrays.on_device_of(whole, self.like)
+        return np.asarray(whole, like=self.like)
 
     def own(self, whole: Array) -> Array:
         """This rank's elements of a whole vector of any memory, on the device of the vectors."""
         host = np.asarray(arrays.to_host(whole), self.like.dtype)
         part = cut_full(host, self._strategy.parameters, self._strategy.ownership.own)
-        return arrays.on_device_of(part, self.like)
+        return np.asarray(part, like=self.like)
 
     def numbers(self) -> np.ndarray:
         found = np.empty(self.size, np.int64)

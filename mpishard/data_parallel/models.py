@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Unpack, overload
 
+import numpy as np
+
 from mpishard.arguments import kind_of
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import opening
@@ -114,7 +116,7 @@ class ShardedModel:
             return self._axis.all_gather(whole, label="parameters")
         ranges, shard = self._shards()
         host = gather_full(mesh.world, parameters, ranges, arrays.to_host(shard))
-        return arrays.on_device_of(host, shard)
+        return np.asarray(host, like=shard)
 
     def _shards(self) -> tuple[list[tuple[int, int]], Array]:
         """This data rank's share: its ranges of the flat parameters, and their values end to end."""

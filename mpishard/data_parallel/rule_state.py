@@ -72,7 +72,8 @@ class RuleState(OptimizerState):
                 moving_average.expect(dtype)
             if config.max_gradient_value is not None:
                 clip_by_value.expect(dtype)
-            exact.expect_norms(dtype, config.max_gradient_norm is not None or rule.norm_based or rule.whole_tensors)
+            squares = config.max_gradient_norm is not None or rule.norm_based or rule.whole_tensors
+            exact.expect_norms(parameters.like, squares)
         return slots_of_rule(rule, size, dtype, like=parameters.like)
 
     def check_fits(self, parameters: FlatParameters) -> None:

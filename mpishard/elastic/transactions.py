@@ -222,7 +222,7 @@ class BuddyCheckpoint:
                 continue
             own = shard.array.size
             theirs = tuple(replace(piece, start=piece.start + own) for piece in self._neighbour_layouts[number])
-            array = arrays.joined([shard.array, arrays.on_device_of(self._neighbour_copies[number], like=shard.array)])
+            array = arrays.joined([shard.array, np.asarray(self._neighbour_copies[number], like=shard.array)])
             shards.append(Shard(shard.kind, array, (*shard.holding, *theirs), (*shard.counted, *theirs)))
         return replace(self.state, shards=tuple(shards))
 

@@ -133,9 +133,9 @@ def _random(like: Any, seed: int, name: str) -> Array:
     shape = np.shape(like)
     dtype = np.float32 if getattr(like, "dtype", None) == np.float32 else np.float64
     values = uniform_in_box(seed, name, shape, whole_box(shape)).astype(dtype)
-    return arrays.module_of(like).asarray(values) if arrays.is_device(like) else values
+    return np.asarray(values, like=like) if arrays.is_array(like) else values
 
 
 def _flat(values: Array) -> np.ndarray:
     """An array as a float64 vector on the host."""
-    return np.asarray(arrays.to_host(values) if arrays.is_device(values) else values, np.float64).reshape(-1)
+    return np.asarray(arrays.to_host(values), np.float64).reshape(-1)

@@ -167,8 +167,7 @@ class FiniteDifferences:
             if not self._sums or self._mesh is None or self._mesh.data.rank == 0:  # a sum counts once
                 for place, found, distances in zip(self._free, moved, targets - host[:, None], strict=True):
                     gradient[place] = slope_of(total, found.tolist(), distances.tolist()) + 0.0  # no -0.0
-        given = arrays.on_device_of(gradient.astype(flat.dtype), flat)
-        return value, unknowns.like_x0(given), problem
+        return value, unknowns.like_x0(np.asarray(gradient, flat.dtype, like=flat)), problem
 
     def _targets(self, x: np.ndarray, dtype: np.dtype) -> np.ndarray:
         """Where each element that may move does, a row each, rounded as the unknowns are."""

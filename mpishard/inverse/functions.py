@@ -214,7 +214,7 @@ def digits_of(vector: Any) -> int:
         parts = vector.values() if isinstance(vector, Mapping) else vector
         return min(map(digits_of, parts), default=_DIGITS)
     try:
-        dtype = vector.dtype if arrays.is_device(vector) else np.asarray(vector).dtype
+        dtype = arrays.as_array(vector).dtype
     except (TypeError, ValueError, RuntimeError):  # the error of `Unknowns.vector` says more
         return _DIGITS
     return min(_DIGITS, int(np.finfo(dtype).nmant)) if dtype.kind in "fc" else _DIGITS

@@ -167,15 +167,15 @@ class Line:
 
         Raises on all ranks if the function of any rank raises, or returns something else than value and gradient.
         """
-        part = self._part
+        part, flat = self._part, self._part.point.flat
         moved = (self.x + h * self.d).astype(self.dtype)
         with raised_on_all(part.world):
             try:
-                _set_values(part.point.flat, moved)
+                flat[...] = np.asarray(moved, like=flat)
                 value, gradient = part.call()
                 value = returned(value)
             finally:
-                _set_values(part.point.flat, self._start)
+                flat[...] = np.asarray(self._start, like=flat)
         gradient = part.arranged(gradient)
         total = part.values.all_reduce(np.array([value if part.value_counts else 0.0]), label="control")
         return LineEvaluation(float(total[0]), value, moved - self.x, gradient * self._counted)
@@ -185,9 +185,7 @@ class Line:
         part = self._part
         with raised_on_all(part.world):
             assert part.product is not None
-            vector = arrays.empty(part.point.size, self.dtype, like=part.point.like)
-            _set_values(vector, direction.astype(self.dtype))
-            product = part.product(vector)
+            product = part.product(np.array(direction, self.dtype, like=part.point.like))
         return part.arranged(product) * self._counted
 
     def dots(self, *pairs: tuple[np.ndarray, np.ndarray]) -> list[float]:
@@ -199,13 +197,6 @@ class Line:
     def spread(self, own: float) -> float:
         """The difference of the largest and the smallest number of a rank."""
         return float(self._part.world.all_reduce(np.array([own, -own]), op="max", label="control").sum())
-
-
-def _set_values(target: Array, values: np.ndarray) -> None:
-    if arrays.is_device(target):
-        arrays.copy_to_device(values, target)
-    else:
-        np.copyto(target, values)
 
 
 # The check of a gradient, by up to three Taylor tests.

@@ -306,7 +306,7 @@ class BiLaplacianPrior(Prior):
         # Contiguous and to be written to, as the compiled sweep wants it.
         found = operation(np.array(arrays.to_host(vector), np.float64, order="C").reshape(box))
         found = found.astype(np.result_type(vector.dtype, np.float32)).reshape(vector.shape)
-        return arrays.on_device_of(found, vector)
+        return np.asarray(found, like=vector)
 
 
 class _Elliptic:

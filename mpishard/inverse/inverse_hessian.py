@@ -123,7 +123,7 @@ class InverseHessian:
             if found is None:
                 self._expect_few("diagonal")
         whole = self._matrix().diagonal().copy() if found is None else self._gather(found)
-        return self._unknowns.like_x0(arrays.on_device_of(whole, self._unknowns.flat))
+        return self._unknowns.like_x0(np.asarray(whole, like=self._unknowns.flat))
 
     def todense(self) -> np.ndarray:
         """The matrix, for up to 5000 elements.  Collective.
@@ -158,7 +158,7 @@ class InverseHessian:
         for column in range(size):
             unit = np.zeros(size, self.dtype)
             unit[column] = 1
-            columns[column] = arrays.to_host(self._times(arrays.on_device_of(unit, flat)))
+            columns[column] = arrays.to_host(self._times(np.asarray(unit, like=flat)))
         return 0.5 * (columns + columns.T)
 
     def _times(self, flat: Array) -> Array:

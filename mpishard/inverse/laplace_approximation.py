@@ -201,7 +201,7 @@ def _check_operators(operators: Mapping[str, Callable[[Array], Array]], unknowns
     norms: dict[str, float] = {}
     with raised_on_all(mesh.world):
         for name, operator in operators.items():
-            found = applied(f"prior.{name}", operator, arrays.on_device_of(noise, unknowns.flat))
+            found = applied(f"prior.{name}", operator, np.asarray(noise, like=unknowns.flat))
             norms[name] = float(np.linalg.norm(arrays.to_host(found).astype(np.float64)))
     by_rank = list(zip(mesh.data.members, mesh.data.allgather_object(norms), strict=True))
     with raised_on_all(mesh.world):

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpishard.arguments import number, shown
-from mpishard.backend import array as arrays
 from mpishard.inverse.trees import tree_of
 from mpishard.layout.tensors import ParameterSpec
 from mpishard.minimizers.elements import positive_elements
@@ -180,7 +179,7 @@ class DiagonalPrior(Prior):
             specs, flat, given = tree.specs, tree.flat, tree.by_name("variance", given)
         variances = positive_elements("variance", given, specs, flat.dtype)
         assert variances is not None
-        found = flat * arrays.on_device_of(function(variances), flat)
+        found = flat * np.asarray(function(variances), like=flat)
         return found.reshape(vector.shape) if tree is None else tree.of(found)
 
 

@@ -92,7 +92,7 @@ class RegularizationTerm(ABC):
         object.__setattr__(self, "_checked", None)
         for name in ("reference", "mask"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _as_array(getattr(self, name)))
+                object.__setattr__(self, name, arrays.as_array(getattr(self, name)))
         if np.ndim(self.weight) == 0:
             object.__setattr__(self, "weight", number("weight", without_dimensions(self.weight), least=0))
         steps = self.spacing if isinstance(self.spacing, Sequence | np.ndarray) else [self.spacing]
@@ -109,7 +109,7 @@ class RegularizationTerm(ABC):
                     "shape= and box=, or take order=0"
                 )
         if np.ndim(self.weight):
-            object.__setattr__(self, "weight", _as_array(self.weight))
+            object.__setattr__(self, "weight", arrays.as_array(self.weight))
             smallest, largest = _range(self.weight)
             with raised_on_all(self._axis):
                 if not 0 <= smallest <= largest < np.inf:
@@ -394,11 +394,6 @@ class SmoothedTotalVariation(RegularizationTerm):
         length = self._length(differences)
         share = _squares(differences, moved) / (length * length)
         return [(other - each * share) / length for each, other in zip(differences, moved, strict=True)]
-
-
-def _as_array(values: Any) -> Array:
-    """On a device as it is; others, also JAX's and PyTorch's on a CPU, as NumPy's."""
-    return values if arrays.is_device(values) else np.asarray(values)
 
 
 def _range(values: Array) -> tuple[float, float]:

@@ -321,7 +321,7 @@ class Rows:
         self.accepted: Array = self.f  # and at the point of the last products
         self.jacobian: Array = np.empty((0, 0))  # this rank's rows there, weighted by the loss
         self._has_begun = False  # the residuals at the start are known
-        exact.expect_dots(np.dtype(np.float64))
+        exact.expect_dots(self.f)
 
     def cost(self, x: Array) -> float:
         """Infinite or NaN where the residuals of a rank are not finite, or have failed at a trial.  Collective."""

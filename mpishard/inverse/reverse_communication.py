@@ -495,15 +495,14 @@ class OneProcess:
 
 
 def _limits(method: Method, unknowns: Unknowns) -> Limits:
-    def on_device(values: np.ndarray | None) -> Array | None:
-        return None if values is None else arrays.on_device_of(np.array(values), unknowns.flat)
-
-    on_host = whole_limits(method, unknowns.specs, unknowns.flat.dtype)
-    lower, upper, fixed, weights, scaling, l1_weights, l1_reference = map(on_device, on_host)
+    flat = unknowns.flat
+    lower, upper, fixed, weights, scaling, l1_weights, l1_reference = (
+        None if values is None else np.array(values, like=flat)
+        for values in whole_limits(method, unknowns.specs, flat.dtype)
+    )
     functions = operators(method, lambda what, function: partial(applied, what, function))
     if "solve" in functions:
-        ones = on_device(np.ones(unknowns.size, unknowns.flat.dtype))
-        check_inverse(functions["solve"](functions["apply"](ones)))
+        check_inverse(functions["solve"](functions["apply"](np.ones(unknowns.size, flat.dtype, like=flat))))
     l1 = {"l1_weights": l1_weights, "l1_reference": l1_reference}
     return Limits(lower, upper, fixed, weights, scaling, penalty=None, **l1, **functions)
 
@@ -566,7 +565,7 @@ def _decoded(data: bytes, method: Method, like: Array) -> tuple[Array, dict[str,
         dataset = hdf5.open_plain(group, name)
         if (dataset.shape, dataset.dtype) != (like.shape, like.dtype):
             raise ValueError(f"slots/{name} is {dataset.dtype} {dataset.shape}, not {like.dtype} {like.shape}")
-        return arrays.on_device_of(dataset[()], like)
+        return np.asarray(dataset[()], like=like)
 
     _image().check(data)
     try:
@@ -594,6 +593,6 @@ def _decoded(data: bytes, method: Method, like: Array) -> tuple[Array, dict[str,
             if slots:
                 hdf5.check_hard_link(h5, "slots")
             values = {slot: array_like(h5["slots"], slot) for slot in slots}
-            return arrays.on_device_of(point[()], like), values, metadata
+            return np.asarray(point[()], like=like), values, metadata
     except Exception as error:  # h5py raises errors of many kinds for invalid content
         raise ValueError(f"this state cannot be used: {printable(str(error) or type(error).__name__)}") from None

@@ -79,10 +79,10 @@ class Tree:
         values: list[tuple[str, Any]] = []
         self._template = _template(x, "", values)
         if self._is_one_array:
-            values = [("", x.reshape(-1) if arrays.is_device(x) else np.asarray(x).reshape(-1))]
+            values = [("", arrays.as_array(x).reshape(-1))]
         if not values:
             raise ValueError(f"x0 is empty: there are no arrays in this {type(x).__name__}")
-        found = [(name, _as_array(_of("x0", name), value)) for name, value in values]
+        found = [(name, array_of_numbers(_of("x0", name), value)) for name, value in values]
         self.dtype = _common_dtype(
             [(name, value, array.dtype) for (name, value), (_, array) in zip(values, found, strict=True)]
         )
@@ -134,7 +134,7 @@ class Tree:
         blocks = []
         for index, value in _pairs(self._template, given, what):
             leaf = self.leaves[index]
-            block = _as_array(_of(what, leaf.name), value)
+            block = array_of_numbers(_of(what, leaf.name), value)
             if block.shape != (rows, *leaf.shape):
                 raise ValueError(
                     f"{_of(what, leaf.name)} has the shape {block.shape}, but fun returned {rows} numbers, and x0 has "
@@ -144,10 +144,7 @@ class Tree:
         return np.concatenate(blocks, 1)
 
     def _converted(self, what: str, value: Any, leaf: Leaf) -> Array:
-        kept = arrays.is_device(self.flat)
-        if kept and (not arrays.is_array(value) or arrays.module_of(value) is not arrays.module_of(self.flat)):
-            raise TypeError(f"{what} must be an array on the device, like x0; got {type(value).__name__}")
-        array = _as_array(what, value)
+        array = array_of_numbers(what, value, like=self.flat)
         if self._is_one_array and array.size == math.prod(leaf.shape):  # which is seen as flat
             array = array.reshape(leaf.shape)
         if tuple(array.shape) != leaf.shape:
@@ -264,17 +261,16 @@ def _of(what: str, path: str) -> str:
     return f"{what} of {path!r}" if path else what
 
 
-def _as_array(what: str, value: Any) -> Array:
-    """An array of real or complex numbers, on the host unless it is on a device."""
-    if arrays.is_device(value):
-        array = value
-    else:
-        try:
-            array = np.asarray(value)
-        except (TypeError, ValueError, RuntimeError):  # RuntimeError of PyTorch, of a tensor that needs a gradient
-            raise TypeError(f"{what} must be an array of numbers, got {shown(value)}") from None
+def array_of_numbers(what: str, value: Any, like: Array | None = None) -> Array:
+    """An array of real or complex numbers; TypeError, with `what`, for others, and for those of another module."""
+    try:
+        array = arrays.as_array(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError of PyTorch, of a tensor that needs a gradient
+        raise TypeError(f"{what} must be an array of numbers, got {shown(value)}") from None
     if array.dtype.kind not in "biufc":
         raise TypeError(f"{what} must be an array of numbers, got {shown(value)}")
+    if like is not None and (module := arrays.module_of(like)) is not arrays.module_of(array):
+        raise TypeError(f"{what} must be an array of {module.__name__}, like x0; got {type(value).__name__}")
     return array
 
 

@@ -14,7 +14,7 @@ from mpishard.arguments import shown
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import raised_on_all
 from mpishard.inverse.result import pair_of_bounds
-from mpishard.inverse.trees import CONVENTION, Tree, tree_of
+from mpishard.inverse.trees import CONVENTION, Tree, array_of_numbers, tree_of
 from mpishard.layout.boxes import Box, box_shape, whole_box
 from mpishard.layout.tensors import WHOLE, ModelParallelRank, ParameterSpec
 from mpishard.minimizers.elements import OfThisRank, OperatorOfThisRank, element_name
@@ -346,22 +346,13 @@ class Unknowns:
         return flat
 
     def _converted(self, what: str, given: Any, size: int) -> Array:
-        flat = self.flat
-        if arrays.is_device(flat):
-            if not arrays.is_array(given) or arrays.module_of(given) is not arrays.module_of(flat):
-                raise TypeError(f"{what} must be an array on the device, like x0; got {type(given).__name__}")
-            found = given
-        else:
-            try:
-                found = np.asarray(given)
-            except (TypeError, ValueError):
-                raise TypeError(f"{what} must be an array of numbers, got {shown(given)}") from None
-            if found.dtype.kind not in "biuf":
-                raise TypeError(f"{what} must be an array of real numbers, got {shown(given)}")
+        found = array_of_numbers(what, given, like=self.flat)
+        if found.dtype.kind == "c":
+            raise TypeError(f"{what} must be an array of real numbers, got {shown(given)}")
         if found.size != size:
             more = " on this rank: give the values that it owns, without ghosts or a halo" * self.has_fields
             raise ValueError(f"{what} has {found.size} elements of shape {found.shape}, but x0 has {size}{more}")
-        return found.reshape(-1).astype(flat.dtype, copy=False)
+        return found.reshape(-1).astype(self.flat.dtype, copy=False)
 
 
 class FieldOfTerm:
@@ -427,7 +418,7 @@ class FieldOfTerm:
     def values(self, what: str, given: Any, least: float = -np.inf, most: float = np.inf) -> np.ndarray:
         """A number or array of the user's, checked, for each element of this rank, flat in float64."""
         try:
-            found = np.asarray(arrays.to_host(given) if arrays.is_array(given) else given)
+            found = np.asarray(arrays.to_host(given))
             if found.dtype.kind == "c":
                 raise TypeError
             found = found.astype(np.float64)
@@ -448,13 +439,8 @@ class FieldOfTerm:
 def _real_array(x0: Any) -> Array:
     """The start as an array of float32 or float64, with at least one dimension."""
     expect_no_field("x0", x0, "Partition.of(x0, mesh)")
-    if arrays.is_device(x0):
-        values = x0
-    else:
-        try:
-            values = np.atleast_1d(np.asarray(x0))
-        except (TypeError, ValueError):
-            raise TypeError(f"x0 must be an array of numbers, got {shown(x0)}") from None
-    if values.dtype.kind not in "biuf":
+    values = array_of_numbers("x0", x0)
+    if values.dtype.kind == "c":
         raise TypeError(f"x0 must be an array of real numbers, got {values.dtype} in {type(x0).__name__}")
+    values = values if values.ndim else values.reshape(1)
     return values if values.dtype in arrays.FLOATS else values.astype(np.float64)

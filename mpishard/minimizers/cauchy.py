@@ -277,7 +277,7 @@ class _Found:
             if not self._is_sorted:  # the first time, with all elements
                 self._permute(part, module.argsort(lengths))
                 self._is_sorted = True
-            there = arrays.on_device_of(edges, lengths)
+            there = np.asarray(edges, like=lengths)
             within = arrays.to_host(module.searchsorted(self.lengths[part], there, side="right"))
         return begin + np.concatenate([[0], within, [end - begin]]).astype(np.int64)
 
@@ -291,7 +291,7 @@ class _Found:
             lengths = self.lengths[:end]
             return -np.minimum.reduceat(lengths, starts), np.maximum.reduceat(lengths, starts)
         places = np.concatenate([starts, starts[1:] - 1, [end - 1]])
-        low, high = np.split(arrays.to_host(self.lengths[arrays.on_device_of(places, self.lengths)]), 2)
+        low, high = np.split(arrays.to_host(self.lengths[np.asarray(places, like=self.lengths)]), 2)
         return -low, high
 
 

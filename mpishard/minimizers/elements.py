@@ -205,7 +205,7 @@ def positive_elements(what: str, given: Any, specs: Sequence[ParameterSpec], dty
 def _array(what: str, value: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     """An array of this shape, or of no dimension."""
     try:
-        found = np.asarray(arrays.to_host(value) if arrays.is_array(value) else value)
+        found = np.asarray(arrays.to_host(value))
         if found.dtype.kind not in "biuf":
             raise TypeError
         is_nan = np.isnan(found)

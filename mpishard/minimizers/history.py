@@ -265,8 +265,7 @@ class Gram:
         self._values: dict[Entry, float] = {}
         self._new: list[Entry] = []
         self._old: list[Entry] = []
-        if not arrays.is_device(rows):
-            exact_rows.expect_changes(rows.dtype)
+        exact_rows.expect_changes(rows)
 
     def add(self, pair: int, s_top: float, y_top: float) -> None:
         """Take the rows of `pair` as the youngest pair, in place of an older one of this number.

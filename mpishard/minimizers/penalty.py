@@ -116,8 +116,7 @@ class PenaltyOfVectors:
 
     def own(self, whole: np.ndarray) -> Array:
         """The reverse of `whole`."""
-        there = arrays.on_device_of(np.asarray(whole, self._like.dtype), self._like)
-        return self._cut(there)
+        return self._cut(np.asarray(whole, self._like.dtype, like=self._like))
 
     def dual(self, rows: Array) -> np.ndarray:
         """The dual field of rows of the state, a copy."""

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import exact, exact_rows
-from mpishard.backend.array import is_device, on_device_of
 from mpishard.backend.random import normal_at
 
 Array = Any
@@ -35,10 +34,9 @@ class Space(ABC):
         self.like = like  # an empty array of the dtype and device of the vectors
         # (start, stop) of this rank's elements that count in sums, ascending; no other rank counts them.
         self.spans: tuple[tuple[int, int], ...] = tuple((start, stop) for start, stop in spans if start < stop)
-        if not is_device(like):
-            exact.expect_norms(like.dtype, squares=False)
-            exact.expect_dots(like.dtype)
-            exact_rows.expect(like.dtype)
+        exact.expect_norms(like, squares=False)
+        exact.expect_dots(like)
+        exact_rows.expect(like)
 
     @property
     def epsilon(self) -> float:
@@ -67,8 +65,7 @@ class Space(ABC):
 
     def white_noise(self, seed: int, name: str) -> Array:
         """A vector of standard normal numbers, which depend on the element's number, the seed and the name alone."""
-        noise = normal_at(seed, name, self.numbers())
-        return on_device_of(noise.astype(self.like.dtype), self.like)
+        return np.asarray(normal_at(seed, name, self.numbers()), self.like.dtype, like=self.like)
 
     def largest(self, *vectors: Array) -> list[float]:
         """The largest absolute value of each vector; infinite if an element is NaN or infinite.  One all-reduce."""

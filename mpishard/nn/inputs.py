@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.backend.array import is_array, to_host
+from mpishard.backend.array import to_host
 from mpishard.backend.streams import queue_copy
 from mpishard.layout.boxes import split
 from mpishard.nn.architecture import DecoderArchitecture
@@ -83,7 +83,7 @@ class Inputs:
     def _valid(self, what: str, tokens: Array) -> np.ndarray:
         """`tokens` on the host; TypeError or ValueError if they are not valid."""
         vocabulary_size, context_length = self._architecture.vocabulary_size, self._architecture.context_length
-        tokens = np.asarray(to_host(tokens) if is_array(tokens) else tokens)
+        tokens = np.asarray(to_host(tokens))
         check_tokens(what, tokens, vocabulary_size)
         if tokens.ndim != 2:
             raise ValueError(f"{what} must have shape (batch, length), got {tokens.shape}")
@@ -114,7 +114,7 @@ def _draws(seed: int, samples: Any, step: int, size: int, length: int, first: in
     """The key of the dropout masks of some sequences of a batch; None if no samples are given."""
     if samples is None:
         return None
-    samples = np.asarray(to_host(samples) if is_array(samples) else samples)
+    samples = np.asarray(to_host(samples))
     if samples.shape != (size,):
         raise ValueError(f"samples has shape {samples.shape}, but there are {size} sequences: give one number each")
     if size and samples.dtype.kind not in "iu":

@@ -199,7 +199,7 @@ class Partition:
         with raised_on_all(self.ranks):  # or the others would wait for this rank
             into = self.field if field is None else field
             adapter = adapter_of(into)
-            found = values if arrays.is_device(values) else np.asarray(values)
+            found = arrays.as_array(values)
             own = adapter.values(into)
             if not found.size == own.size == self.local.size:
                 raise ValueError(
@@ -243,7 +243,7 @@ def _check_ranks(adapter: Adapter, field: Any, mesh: Mesh) -> None:
 
 
 def _real_copy(local: Any) -> Array:
-    values = local if arrays.is_device(local) else np.asarray(local)
+    values = arrays.as_array(local)
     if values.dtype.kind not in "biuf":
         raise TypeError(f"local must be an array of real numbers, got {shown(local)}")
     return values.astype(values.dtype if values.dtype in arrays.FLOATS else np.float64)

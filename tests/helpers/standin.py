@@ -29,7 +29,7 @@ from standin_streams import Event, Stream, current_stream
 
 from mpishard.backend.array import Kernel, copy_to_device
 from mpishard.backend.cuda_source import CudaFunction
-from mpishard.backend.kinds import Backend, register_backend, runs_overlap
+from mpishard.backend.kinds import Backend, backend_of, register_backend, runs_overlap
 
 GARBAGE = 0xFF  # NaN in every floating-point type
 PROT_NONE = 0
@@ -99,6 +99,10 @@ class DeviceArray:
     @property
     def __array_interface__(self) -> dict[str, Any]:
         raise TypeError("device memory was handed to NumPy; copy it with mpishard.backend.array.to_host")
+
+    def __array_function__(self, function: Any, types: Any, arguments: Any, options: Any) -> Any:
+        """``numpy.asarray(values, like=array)`` and the like are those of the module of the array, as CuPy's are."""
+        return getattr(backend_of(self).module, function.__name__)(*arguments, **options)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[np.ndarray]:
