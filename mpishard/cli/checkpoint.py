@@ -136,7 +136,8 @@ def inspect(
     if _is_run(path):
         show_run([_row(each) for each in examined])
         typer.echo("")
-    typer.echo(printable(f"{chosen.folder}: {_state(chosen)}"))
+    state = "damaged" if chosen.problems else f"whole; {_files(chosen)}"
+    typer.echo(printable(f"{chosen.folder}: {state}"))
     for problem in chosen.problems:
         typer.echo(printable(f"  {problem}"))
     if chosen.contents is None:
@@ -292,10 +293,6 @@ def _row(each: Examination) -> tuple[str, str, str, str, str]:
     total = sum(entry.size for entry in each.manifest.files.values())
     state = "damaged" if each.problems else "whole"
     return each.folder.name, str(each.manifest.step), str(each.manifest.generation), size(total), state
-
-
-def _state(each: Examination) -> str:
-    return "damaged" if each.problems else f"whole; {_files(each)}"
 
 
 def _files(each: Examination) -> str:

@@ -20,7 +20,6 @@ from mpishard.estimate import (
     TYPICAL,
     Estimate,
     MachineProfile,
-    Memory,
     Workload,
     layouts,
     model_state_bytes,
@@ -134,7 +133,8 @@ def details(found: Estimate, tokens: int, machine: MachineProfile) -> None:
         print_table(output, _links(found, machine))
     rows: dict[tuple[str, ...], list[int]] = {}
     for stage in found.stages:
-        rows.setdefault(_memory_row(stage.parameters, stage.memory), []).append(stage.rank)
+        row = (f"{stage.parameters:,}", *(size(getattr(stage.memory, what)) for what in _MEMORY))
+        rows.setdefault(row, []).append(stage.rank)
     output.print("\nmemory of a rank", style="bold")
     # A kind of memory that no stage needs has no column, so that the others fit a terminal.
     used = [place for place, cells in enumerate(zip(*rows, strict=True)) if set(cells) != {"-"}]
@@ -175,10 +175,6 @@ def _links(found: Estimate, machine: MachineProfile) -> Table:
             where = "within a node" if machine.within_node(span) else "between nodes"
             made.add_row(axis, str(ranks), where, operation, seconds(link.latency), f"{link.bandwidth / 1e9:.3g} GB/s")
     return made
-
-
-def _memory_row(parameters: int, memory: Memory) -> tuple[str, ...]:
-    return (f"{parameters:,}", *(size(getattr(memory, what)) for what in _MEMORY))
 
 
 def _ranks(ranks: list[int]) -> str:

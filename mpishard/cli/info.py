@@ -47,6 +47,7 @@ def show(facts: Sequence[Facts], found: Sequence[Finding]) -> None:
 def rows(facts: Sequence[Facts]) -> list[tuple[str, str]]:
     """Names and values in the order in which they are shown."""
     first, mpi, setup = facts[0], facts[0].mpi, facts[0].mpi_setup
+    h5py = f"h5py {first.versions['h5py']}, built {'with' if first.h5py.h5py_mpi else 'without'} MPI (not needed)"
     versions = [f"{name} {version}" for name, version in first.versions.items() if name not in ("h5py", "HDF5")]
     found = [
         ("versions", ", ".join(versions)),
@@ -62,7 +63,7 @@ def rows(facts: Sequence[Facts]) -> list[tuple[str, str]]:
     found += [
         ("deaths", _deaths(first)),
         *zip(["GPUs", "", "", ""], _gpus(nodes(facts)[0]), strict=False),
-        ("HDF5", f"{first.versions['HDF5']}, h5py {first.versions['h5py']}, {_h5py(first)}"),
+        ("HDF5", f"{first.versions['HDF5']}, {h5py}"),
         ("BLAS", _blas(first)),
         ("products", _products(first)),
         ("kernels", _kernels(first)),
@@ -119,10 +120,6 @@ def _gpus(node: Sequence[Facts]) -> list[str]:
     if cupy:
         lines.append("; ".join(found) or "no libraries as packages; those of a CUDA toolkit are not looked for")
     return lines
-
-
-def _h5py(first: Facts) -> str:
-    return "built with MPI (not needed)" if first.h5py.h5py_mpi else "built without MPI (not needed)"
 
 
 def _blas(first: Facts) -> str:

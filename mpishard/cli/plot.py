@@ -126,14 +126,9 @@ _MINIMIZATION = _Words(
 _WITH_PRODUCTS = {"TruncatedNewton", "GaussNewton"}  # methods for which a Hessian product is a step, too
 
 
-def _is_minimization(run: Run) -> bool:
-    """Return True if a method has chosen the steps of the run, each an evaluation of a function."""
-    return "iteration" in run.metrics
-
-
 def _words(runs: Sequence[Run]) -> _Words:
     """Those of minimisations if all runs are some."""
-    if not all(map(_is_minimization, runs)):
+    if not all("iteration" in run.metrics for run in runs):  # a method has chosen the steps, each an evaluation
         return _TRAINING
     rules = [start.get("rule") for run in runs for start in run.starts]
     if any(isinstance(rule, dict) and rule.get("rule") in _WITH_PRODUCTS for rule in rules):
@@ -200,7 +195,8 @@ def draw(runs: Sequence[Run], path: Path, *, log: bool = False, panels: Sequence
     if texts:
         figure.supxlabel("\n".join(texts), fontsize=9, color="0.3")
     # All panels have the same range of steps, which are integers.
-    all_steps = np.concatenate([_all_steps(run) for run in runs])
+    series = [(run.metrics["step"], *(steps for steps, _ in run.further.values())) for run in runs]
+    all_steps = np.concatenate(list(itertools.chain(*series)))
     margin = max(1.0, 0.02 * float(np.ptp(all_steps)))
     for axis in axes.values():
         axis.set(xlabel=words.step, xlim=(all_steps.min() - margin, all_steps.max() + margin))
@@ -212,11 +208,6 @@ def draw(runs: Sequence[Run], path: Path, *, log: bool = False, panels: Sequence
         if axis.get_legend() is None and axis.get_legend_handles_labels()[1]:
             axis.legend(fontsize=8, frameon=False, loc="upper right")
     save(figure, path)
-
-
-def _all_steps(run: Run) -> np.ndarray:
-    """The steps of all series of a run, in no order."""
-    return np.concatenate([run.metrics["step"], *(steps for steps, _ in run.further.values())])
 
 
 # -- which panels ------------------------------------------------------------------------------------------------------

@@ -243,7 +243,8 @@ def schedule(
         return
     width = shutil.get_terminal_size((120, 24)).columns
     colour = False if os.environ.get("NO_COLOR") else None  # None: where the output is a terminal
-    typer.echo(_headline(made) + "\n", color=colour)
+    chunks = f" x {made.chunks} chunks" if made.chunks > 1 else ""
+    typer.echo(f"{made.name}: {made.stages} stages{chunks}, {made.microbatches} micro-batches\n", color=colour)
     typer.echo("\n".join(draw(timeline, width)) + "\n", color=colour)
     for what, text in _summary(timeline, blocking_sends).items():
         typer.echo(textwrap.fill(f"{what:<10} {text}", max(width, 30), subsequent_indent=" " * 11))
@@ -280,11 +281,6 @@ def _warn(made: Schedule) -> None:
         warn_if_bubbly(made)
     for warning in caught:
         typer.echo(f"mpishard: warning: {warning.message}", err=True)
-
-
-def _headline(made: Schedule) -> str:
-    chunks = f" x {made.chunks} chunks" if made.chunks > 1 else ""
-    return f"{made.name}: {made.stages} stages{chunks}, {made.microbatches} micro-batches"
 
 
 def _summary(timeline: Timeline, blocking_sends: bool) -> dict[str, str]:

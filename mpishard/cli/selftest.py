@@ -17,6 +17,7 @@ import numpy as np
 import typer
 from mpi4py import MPI
 
+from mpishard.arguments import listed
 from mpishard.backend import array as arrays
 from mpishard.cli.info import meet
 from mpishard.comm.mesh import Mesh
@@ -99,15 +100,11 @@ def _try(world: MPI.Intracomm, name: str, check: Callable[[], str], speaks: bool
     if speaks:
         for text in dict.fromkeys(filter(None, problems)):
             ranks = [rank for rank, each in enumerate(problems) if each == text]
-            where = f"all {len(ranks)} ranks" if len(ranks) == world.size > 1 else f"rank {_in_words(ranks)}"
+            where = f"all {len(ranks)} ranks" if len(ranks) == world.size > 1 else f"rank {listed(ranks, 8)}"
             typer.echo(f"{'WRONG':7}{name:12}{where}: {' '.join(text.split())}")
         if not any(problems):
             typer.echo(f"{'ok':7}{name:12}{said}")
     return not any(problems)
-
-
-def _in_words(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 @contextmanager

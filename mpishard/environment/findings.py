@@ -149,7 +149,7 @@ def _versions(facts: Sequence[Facts]) -> Iterator[Finding]:
         for each, versions in zip(facts, of_mpi, strict=True):
             hosts.setdefault(versions.get(name, "none"), []).append(each.process.host)
         if len(hosts) > 1:
-            what = ", ".join(f"{version} on {_hosts(where)}" for version, where in hosts.items())
+            what = ", ".join(f"{version} on {listed(dict.fromkeys(where), 3)}" for version, where in hosts.items())
             level = WRONG if name in ("MPI", "mpishard") else WARNING
             yield Finding(level, "versions", f"{name} differs: {what}", "give all hosts the same environment")
 
@@ -320,7 +320,3 @@ def _deaths(facts: Sequence[Facts]) -> Iterator[Finding]:
         what = f"a rank that dies ends the job: {mpi.library} {mpi.version} does not heal in place"
         way_out = "mpishard run --elastic resumes from the newest checkpoint; Open MPI 5 loses no step"
         yield Finding(NOTE, "death", what, way_out)
-
-
-def _hosts(hosts: Sequence[str]) -> str:
-    return listed(dict.fromkeys(hosts), 3)

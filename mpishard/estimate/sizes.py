@@ -183,11 +183,6 @@ class BlockSizes:
     row_sums: int  # vectors of the width that a block adds row by row, as norms and biases do
     head_row_sums: int  # the same for the output head
 
-    @property
-    def kept_hidden(self) -> int:
-        """Arrays of hidden channels that are kept."""
-        return 3 if self.gated else 2
-
 
 @functools.lru_cache(maxsize=64)
 def sizes_of(architecture: DecoderArchitecture) -> BlockSizes:
@@ -296,7 +291,7 @@ class Activations:
         attention += rows * (self.share(block.mixed) + block.heads // self.layout.tensor)
         attention += rows * block.normed_heads // self.layout.tensor * (block.head_width + 1)
         hidden = rows * self.share(block.hidden)
-        hidden = (block.kept_hidden - 1) * hidden + self.for_products(hidden)
+        hidden = (2 if block.gated else 1) * hidden + self.for_products(hidden)
         return norms + attention + hidden + 2 * self.passed(rows)
 
     def of_head(self, rows: int) -> int:
