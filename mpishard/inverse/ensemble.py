@@ -126,14 +126,10 @@ def map_runs(
     done = mesh.world.allgather_object(sorted(known))[0]
     runs = _Runs(function, cases, [number for number in range(len(cases)) if number not in done], saved)
     outcomes: dict[int, _Outcome] = {number: pickle.dumps(value) for number, value in known.items()}
-    for theirs in runs.run(mesh, ranks_each, outcomes, _shows(progress, mesh) and len(done) < len(cases)):
+    shows = mesh.rank == 0 and (sys.stderr.isatty() if progress is None else bool(progress))
+    for theirs in runs.run(mesh, ranks_each, outcomes, shows and len(done) < len(cases)):
         outcomes |= theirs
     return [_unpacked(outcomes[number]) for number in range(len(cases))]
-
-
-def _shows(progress: bool | None, mesh: Mesh) -> bool:
-    """Whether this rank shows the progress."""
-    return mesh.rank == 0 and (sys.stderr.isatty() if progress is None else bool(progress))
 
 
 class _Failure(NamedTuple):

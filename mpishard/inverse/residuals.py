@@ -188,7 +188,7 @@ class ResidualFunctions:
         found = self._jac(self._shown(x), *samples, *self._args, **self._kwargs)
         if self._unknowns.tree is not None and is_tree(found):
             found = self._unknowns.tree.columns("jac", found, len(f))
-        size = size_on_rank(x)
+        size = int(_flat(x).size)
         if hasattr(found, "tocsr") or is_operator(found):
             shape = tuple(found.shape)
         else:
@@ -250,11 +250,6 @@ class ResidualFunctions:
             moved.append(self.residuals(point, *samples))
             distances.append((point[columns] - here).tolist())
         return f, moved, [list(each) for each in zip(*distances, strict=True)]
-
-
-def size_on_rank(x: Any) -> int:
-    """The number of unknowns of a point on this rank."""
-    return int(_flat(x).size)
 
 
 def _flat(x: Any) -> Array:

@@ -362,7 +362,9 @@ def make_method(
         if own in names - _ARGUMENTS:
             given[own] = count_of(value) if own in _COUNTS else value
         elif name not in {field.name for field in fields(LoopOptions)} and not (name in _WOLFE and "maxls" in names):
-            raise _unknown_option(_label(method), name, _known(names))
+            known = _known(names)
+            hint = _INSTEAD.get(name) or _nearest(name, known)
+            raise ValueError(f"{_label(method)} has no option {name!r}; {hint}its options are {', '.join(known)}")
     for name, value in elements.items():
         if value is None:
             continue
@@ -390,11 +392,6 @@ def _with_wolfe(method: Any, options: Mapping[str, Any]) -> Any:
         remedy = f"; {left[0]} is the default of this method, give both" if left else ""
         raise ValueError(f"'c1' and 'c2' must have 0 < c1 < c2 < 1, got c1={c1:g} and c2={c2:g}{remedy}")
     return replace(method, line_search=replace(search, **{names["c1"]: c1, names["c2"]: c2}))
-
-
-def _unknown_option(label: str, name: Any, known: Sequence[str]) -> ValueError:
-    hint = _INSTEAD.get(name) or _nearest(name, known)
-    return ValueError(f"{label} has no option {name!r}; {hint}its options are {', '.join(known)}")
 
 
 def _nearest(name: Any, known: Sequence[str]) -> str:

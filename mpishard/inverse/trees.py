@@ -26,7 +26,7 @@ def is_tree(x: Any) -> bool:
     """Return True for a dictionary, and for a list or tuple that has an array or a dictionary inside."""
     if isinstance(x, Mapping):
         return True
-    return isinstance(x, list | tuple) and any(_has_dimensions(each) or is_tree(each) for each in x)
+    return isinstance(x, list | tuple) and any(tuple(getattr(each, "shape", ())) or is_tree(each) for each in x)
 
 
 def tree_of(x: Any) -> Tree | None:
@@ -43,10 +43,6 @@ def _is_complex(x: Any) -> bool:
         except (TypeError, ValueError, RuntimeError):  # the error of a real array says more
             return False
     return bool(kind == "c")
-
-
-def _has_dimensions(x: Any) -> bool:
-    return bool(tuple(getattr(x, "shape", ())))
 
 
 @dataclass(frozen=True)

@@ -171,10 +171,6 @@ class Path:
         with np.errstate(over="ignore"):
             return float(self._type(length))
 
-    def _just_below(self, breakpoint: float) -> float:
-        """The longest length below a breakpoint."""
-        return float(np.nextafter(self._type(breakpoint), self._type(0)))
-
     def _between(self, low: float, high: float) -> _Found:
         """This rank's elements, of those that count, with breakpoints beyond `low` up to `high`."""
         lengths, soonest, steps = self._breakpoints
@@ -228,7 +224,8 @@ class Path:
             is_last = place + 1 == len(bins)
             following = beyond if is_last else -float(ends[0, bins[place + 1]])
             if not slope + following * bend < 0:
-                return max(high, min(self._rounded(-slope / bend), self._just_below(following))), after
+                just_below = float(np.nextafter(self._type(following), self._type(0)))
+                return max(high, min(self._rounded(-slope / bend), just_below)), after
             here = after
         return math.nan, here
 

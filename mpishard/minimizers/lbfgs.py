@@ -185,7 +185,7 @@ class QuasiNewton(Descent):
 
     def _find_direction(self) -> tuple[float, float, float, float]:
         if self.limits.precondition is not None:
-            self._direction_preconditioned()
+            self.times_preconditioned(self.base_gradient, self._gradient_top, -1.0, self._direction)
         else:
             self._direction_of_pairs()
         d, g = self._direction, self.base_gradient
@@ -217,9 +217,6 @@ class QuasiNewton(Descent):
         history.combine([-c for c in of_s], [-c for c in of_y], g, -gamma, d)
         if self._root is not None:
             formulas.multiply(d, d, self._root)
-
-    def _direction_preconditioned(self) -> None:
-        self.times_preconditioned(self.base_gradient, self._gradient_top, -1.0, self._direction)
 
     def times_preconditioned(self, vector: Array, top: float, sign: float, out: Array) -> None:
         """``out = sign`` (1 or -1) times the inverse Hessian times a vector, whose largest element is `top`.

@@ -222,8 +222,9 @@ class SteihaugCG:
         """Move the step to the minimum along the direction: by this multiple of it.  None if it was cut instead."""
         state = self.state
         length = state.residual_square / curvature if curvature else math.inf
-        if state.radius == 0:
-            state = replace(state, radius=min(_first_radius(length, state.direction_square), self.max_radius))
+        if state.radius == 0:  # that of the first step of the model, downhill or up; 1 where it has no curvature at all
+            radius = abs(length) * math.sqrt(state.direction_square)
+            state = replace(state, radius=min(radius if 0 < radius < math.inf else 1.0, self.max_radius))
         step_square = state.step_square + length * (2 * state.step_direction + length * state.direction_square)
         if length < 0 or not step_square < state.radius * state.radius:
             self._cut(state, curvature)
@@ -293,12 +294,6 @@ class SteihaugCG:
             ending=ending.value,
         )
         return ending is Ending.NONE
-
-
-def _first_radius(length: float, direction_square: float) -> float:
-    """The length of the first step of the model, downhill or up; 1 where it has no curvature at all."""
-    radius = abs(length) * math.sqrt(direction_square)
-    return radius if 0 < radius < math.inf else 1.0
 
 
 # The method and its steps.
