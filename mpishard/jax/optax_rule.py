@@ -172,11 +172,6 @@ def checked(transformation: Any, whole: Any = None) -> Kept:
     return flat
 
 
-def transformation_text(thing: Any) -> str:
-    """A transformation, a schedule or a number as a text of names and options, the same on all ranks."""
-    return _described(thing, 0)
-
-
 def _kept(transformation: Any, shape: tuple[int, ...]) -> Kept:
     """The state for parameters of this shape, of which nothing is made."""
     parameters = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -532,7 +527,7 @@ def rule_of(
         with clipping by norms, trust ratios and factored moments; or if it chooses tensors, and there is no tree; or if
         it is ``optax.ema`` alone, and there is an `ema_decay`.
     """
-    chooser, text = chooser_in(transformation), transformation_text(transformation)
+    chooser, text = chooser_in(transformation), _described(transformation, 0)
     options: dict[str, Any] = {"groups": groups, "ema_decay": ema_decay}
     if not chooser:
         steps = CompiledSteps(transformation)

@@ -466,11 +466,6 @@ class CausalSelfAttention(Layer):
         if self.norms is not None:
             self.norms.backward(dheads_lsbhtd, work)
 
-    @property
-    def keys_change_after(self) -> int | None:
-        """The length of a sequence beyond which the keys of all its tokens are others; None if they never are."""
-        return None if self.rotary is None else self.rotary.changes_after
-
     def _mix_with_known(
         self, index: int, q_sbhtd: Array, o_sbhtd: Array, cache: KeyValueCache, work: Workspace
     ) -> None:

@@ -47,11 +47,6 @@ class Sampling:
         stops = sorted({integer("each of stop_tokens", token) for token in stops})
         object.__setattr__(self, "stop_tokens", tuple(stops))
 
-    def check_stop_tokens(self, vocabulary_size: int) -> None:
-        """Raise ValueError if a stop token can never be drawn."""
-        if self.stop_tokens:
-            check_tokens("stop_tokens", np.array(self.stop_tokens), vocabulary_size)
-
 
 class TokenSampler:
     """Draws tokens; the same on all ranks that draw from the same logits.
@@ -147,7 +142,8 @@ class GenerationRequest:
         prompts, several = checked_prompts(prompt_tokens, vocabulary_size)
         count, seed = integer("count", count, least=0), integer("seed", seed)
         asked = Sampling(**sampling)
-        asked.check_stop_tokens(vocabulary_size)
+        if asked.stop_tokens:
+            check_tokens("stop_tokens", np.array(asked.stop_tokens), vocabulary_size)
         return cls(prompts, several, count, seed, asked, flag("cache", cache))
 
     def facts(self) -> dict[str, str]:
@@ -199,7 +195,8 @@ def lengths_of_change(architecture: DecoderArchitecture) -> frozenset[int] | Non
             return None
         if type(block.attention) is not CausalSelfAttention:
             return None
-        changes.add(block.attention.keys_change_after)
+        if block.attention.rotary is not None:
+            changes.add(block.attention.rotary.changes_after)
     return frozenset(length for length in changes if length is not None)
 
 

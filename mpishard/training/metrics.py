@@ -107,19 +107,14 @@ class ProgressBar:
             self._bar.set_postfix_str(note, refresh=False)
             self._bar.update()
         now = time.perf_counter()
-        if (
-            self.shown
-            and not self._live
-            and (now - self._printed >= self._pause(now) or self._done in (self._first + 1, self._total))
-        ):
+        pause = min(max(_EVERY_S, _SHARE * (now - self._began)), _MOST_S)
+        is_due = now - self._printed >= pause or self._done in (self._first + 1, self._total)
+        if self.shown and not self._live and is_due:
             self._printed = now
             self._print(note)
 
     def close(self) -> None:
         self._bar.close()
-
-    def _pause(self, now: float) -> float:
-        return min(max(_EVERY_S, _SHARE * (now - self._began)), _MOST_S)
 
     def _print(self, note: str) -> None:
         elapsed = time.perf_counter() - self._began

@@ -227,7 +227,9 @@ class StopCondition:
         The end of a method comes first; the last is that the validation losses no longer fall.
         """
         requested = StopRequest(request).name.lower() if request else ""
-        return ended or requested or self.goal(steps, norm) or self._patience(validated)
+        if reason := ended or requested or self.goal(steps, norm):
+            return reason
+        return "patience" if self.stop_early is not None and self.stop_early.stops(validated) else ""
 
     def goal(self, steps: int, norm: float) -> str:
         """The goal that is reached, or empty."""
@@ -238,9 +240,6 @@ class StopCondition:
     def described(self, reason: str) -> str:
         """A goal with its value, as the user has given it."""
         return f"{reason}={getattr(self.stop_early if reason == 'patience' else self.problem, reason)}"
-
-    def _patience(self, validated: Iterable[float]) -> str:
-        return "patience" if self.stop_early is not None and self.stop_early.stops(validated) else ""
 
 
 class Batches:

@@ -311,14 +311,9 @@ class StepRunner:
             what = f"a {type(loss).__name__}"
             raise TypeError(f"the function must return the summed loss as one number, got {what}") from None
         if not math.isfinite(loss) and not self.nonfinite_loss:
-            self.nonfinite_loss = f"{loss} of {_listed(samples)}"
+            self.nonfinite_loss = f"{loss} of {f'samples {listed(samples)}' if len(samples) else 'no samples'}"
         number: float = loss
         return number
-
-
-def _listed(samples: np.ndarray) -> str:
-    """The first few sample indices, as text."""
-    return f"samples {listed(samples)}" if len(samples) else "no samples"
 
 
 # A mean in place of a sum differs by a factor of two, rounding in half precision by a thousandth.
