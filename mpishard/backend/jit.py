@@ -400,17 +400,13 @@ def _share(wanted: Function, expected: Iterable[Function]) -> None:
     """If a core is free, compile the functions that are neither cached nor being compiled by another process."""
     with core() as free:
         # The longest first, so that all processes finish at about the same time.
-        functions = sorted([wanted, *expected], key=_length, reverse=True) if free else []
-        for dispatcher, types in functions:
+        functions = [wanted, *expected] if free else []
+        for dispatcher, types in sorted(functions, key=lambda each: -len(each[0].py_func.__code__.co_code)):
             if load(dispatcher, types) or dispatcher.stats.cache_path is None:
                 continue
             with attempt(_name(dispatcher)) as mine:
                 if mine and not load(dispatcher, types):
                     dispatcher.compile(types)
-
-
-def _length(function: Function) -> int:
-    return len(function[0].py_func.__code__.co_code)
 
 
 def _name(dispatcher: Any) -> str:

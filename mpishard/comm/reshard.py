@@ -163,7 +163,8 @@ def reshard(axis: Axis, source: Shard | None, target: Shard | None, *, bucket_by
         _check_alike(descriptions)
         _check_arrays(source, target)
         if target is not None:
-            holders = Holders([_layout(side) for side, _, _ in descriptions])
+            layouts = [() if side is None else tuple(Piece(*each) for each in side[2]) for side, _, _ in descriptions]
+            holders = Holders(layouts)
             plan = holders.transfers_to(axis.rank, target.holding, None if target.required else lost)
         if source is not None and target is not None:
             _check_sharing(source, target, [move for move in plan if move.source_rank == axis.rank])
@@ -231,10 +232,6 @@ def _describe(shard: Shard | None) -> _Description | None:
         return None
     pieces = tuple((piece.name, piece.box, piece.start) for piece in shard.holding)
     return shard.kind, shard.array.dtype.name, pieces
-
-
-def _layout(description: _Description | None) -> LocalLayout:
-    return () if description is None else tuple(Piece(*piece) for piece in description[2])
 
 
 def _check_alike(descriptions: Sequence[tuple[_Description | None, _Description | None, int]]) -> None:

@@ -252,7 +252,7 @@ class PowerSGDSums(CompressedSums):
 
     def start(self, bucket: Bucket, gradient: Array, target: Array) -> ChainedRequest:
         matrix_rank, axis, matrices = self._matrix_rank, self._axis, self._matrices[bucket.index]
-        own = self._own(bucket)
+        own = run_of(self._counts[bucket.index], axis.rank)  # this rank's part of the bucket
         bases = self._new_bases
         if bucket.index not in self._sent:
             bases = self._bases
@@ -335,10 +335,6 @@ class PowerSGDSums(CompressedSums):
     def forget(self, scale: float) -> None:
         super().forget(scale)
         self._bases.clear()
-
-    def _own(self, bucket: Bucket) -> slice:
-        """This rank's part of a bucket."""
-        return run_of(self._counts[bucket.index], self._axis.rank)
 
     def _factors(self, flat: Array, lengths: Sequence[int]) -> list[Array]:
         """Views of matrices, end to end in a flat array, with these numbers of rows and `_matrix_rank` columns each."""

@@ -155,7 +155,8 @@ class HierarchicalSums:
 
     def _compressed_across(self, bucket: Bucket, gradient: Array, piece: Array) -> ChainedRequest:
         assert self.compressed is not None
-        return self.compressed.start(self._inner[bucket.index], piece, self._own(bucket, piece))
+        own = run_of(self._across_counts[bucket.index], self._across.rank)
+        return self.compressed.start(self._inner[bucket.index], piece, piece[own])
 
     def _gather_across(self, bucket: Bucket, gradient: Array, piece: Array) -> ChainedRequest:
         assert self.compressed is not None
@@ -164,7 +165,3 @@ class HierarchicalSums:
     def _gather_within(self, bucket: Bucket, gradient: Array, piece: Array) -> Request:
         counts = self._within_counts[bucket.index]
         return self.within.start_all_gather(gradient, piece, counts=counts, label="gradients")
-
-    def _own(self, bucket: Bucket, piece: Array) -> Array:
-        """The part of a piece that this rank owns in the sum between the nodes."""
-        return piece[run_of(self._across_counts[bucket.index], self._across.rank)]
