@@ -20,7 +20,7 @@ from mpishard.backend.gemm.libraries import NUMPY
 from mpishard.cli.output import size
 from mpishard.comm.abort import abort
 from mpishard.environment import Facts, Finding, collect, findings, launch_of, launches
-from mpishard.environment.findings import cores_of, count, gpus_in_use, limit_of, nodes
+from mpishard.environment.findings import cores_of, count, limit_of, nodes
 
 _SHOWN_NODES = 6
 # What mpishard uses libraries for GPUs for; those that are not here serve one of these.
@@ -106,7 +106,7 @@ def _gpus(node: Sequence[Facts]) -> list[str]:
     lines = [gpus or str(first.memory.gpus)]
     if devices.driver_cuda:
         lines[0] += f"; driver for CUDA {devices.driver_cuda}"
-    if used := len(gpus_in_use(node)):
+    if used := len({each.devices.own.uuid for each in node if each.devices.own is not None}):
         share = "one for each rank" if used == len(node) else f"{count(len(node), 'rank')} on {used}"
         lines[0] += f"; {share}"
     cupy = first.versions.get("CuPy")

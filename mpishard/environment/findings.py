@@ -278,11 +278,6 @@ def _gpus(facts: Sequence[Facts]) -> Iterator[Finding]:
         )
 
 
-def gpus_in_use(node: Sequence[Facts]) -> list[str]:
-    """UUIDs of the GPUs that the ranks of a node take, each once, in the order of the ranks."""
-    return list(dict.fromkeys(each.devices.own.uuid for each in node if each.devices.own is not None))
-
-
 def _is_too_new(facts: Facts) -> bool:
     """Return True if CuPy is known to be for a newer CUDA than the driver takes; drivers take older ones."""
     devices = facts.devices
