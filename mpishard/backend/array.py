@@ -1,7 +1,8 @@
 """One interface to two kinds of arrays: NumPy on the host, CuPy on a device.
 
 The differences between the kinds are in `mpishard.backend.kinds`: memory, copies, the readiness gate, launches of
-kernels. CuPy is imported when the first CuPy array appears, and not before.
+kernels. CuPy is imported when the first CuPy array appears, and not before. A host array comes to the device of
+another one by ``numpy.asarray(values, like=array)``.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from mpishard.backend.garbage import no_garbage_collection, objects_stay
 from mpishard.io import log
 
 # Raise it with every change after which a compiled kernel gives other bits, be it in a function that the kernel calls.
-# States carry it; those without it count as 1. 2: the exponential of the layers is a shorter one. 3: on devices the sums
-# of rows of logits, scores and norms have another order. 4: sums of columns over sparse rows are rounded at other
+# States carry it; those without it count as 1. 2: the exponential of the layers is a shorter one. 3: on devices the
+# sums of rows of logits, scores and norms have another order. 4: sums of columns over sparse rows are rounded at other
 # places.
 KERNELS = 4
 _before: list[Callable[[], None]] = []
