@@ -167,15 +167,15 @@ class Line:
 
         Raises on all ranks if the function of any rank raises, or returns something else than value and gradient.
         """
-        part, flat = self._part, self._part.point.flat
+        part, point = self._part, self._part.point
         moved = (self.x + h * self.d).astype(self.dtype)
         with raised_on_all(part.world):
             try:
-                flat[...] = np.asarray(moved, like=flat)
+                point.flat[...] = np.asarray(moved, like=point.flat)
                 value, gradient = part.call()
                 value = returned(value)
             finally:
-                flat[...] = np.asarray(self._start, like=flat)
+                point.flat[...] = np.asarray(self._start, like=point.flat)
         gradient = part.arranged(gradient)
         total = part.values.all_reduce(np.array([value if part.value_counts else 0.0]), label="control")
         return LineEvaluation(float(total[0]), value, moved - self.x, gradient * self._counted)
