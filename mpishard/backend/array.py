@@ -289,7 +289,10 @@ def copy_to_host(device_array: Array, host_array: np.ndarray) -> None:
 
 
 def copy_to_device(host_array: np.ndarray, device_array: Array) -> None:
-    """Copy `host_array` into `device_array` of the same shape and dtype; done on return, as `copy_to_host`."""
+    """Copy `host_array` into `device_array` of the same shape and dtype; done on return, as `copy_to_host`.
+
+    NumPy's arrays are taken too: their device is the host.
+    """
     _check_copy(device_array, host_array)
     if host_array.size:
         backend_of(device_array).to_device(host_array, device_array)

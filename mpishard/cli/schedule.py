@@ -243,8 +243,8 @@ def schedule(
         return
     width = shutil.get_terminal_size((120, 24)).columns
     colour = False if os.environ.get("NO_COLOR") else None  # None: where the output is a terminal
-    chunks = f" x {made.chunks} chunks" if made.chunks > 1 else ""
-    typer.echo(f"{made.name}: {made.stages} stages{chunks}, {made.microbatches} micro-batches\n", color=colour)
+    cut = f"{made.stages} stages" + (f" x {made.chunks} chunks" if made.chunks > 1 else "")
+    typer.echo(f"{made.name}: {cut}, {made.microbatches} micro-batches\n", color=colour)
     typer.echo("\n".join(draw(timeline, width)) + "\n", color=colour)
     for what, text in _summary(timeline, blocking_sends).items():
         typer.echo(textwrap.fill(f"{what:<10} {text}", max(width, 30), subsequent_indent=" " * 11))

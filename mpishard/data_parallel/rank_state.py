@@ -245,7 +245,11 @@ class RankState:
 
     def _fill(self, ranges: Sequence[Range], target: Array, full: np.ndarray) -> None:
         """Fill a state array, which covers `ranges` of the flat parameters."""
-        target[...] = np.asarray(cut_full(full, self.parameters, ranges), like=target)
+        own = cut_full(full, self.parameters, ranges)
+        if arrays.is_device(target):
+            arrays.copy_to_device(own, target)
+        else:
+            target[...] = own
 
 
 # The state of a model that has no optimizer.

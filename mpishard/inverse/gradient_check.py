@@ -171,11 +171,11 @@ class Line:
         moved = (self.x + h * self.d).astype(self.dtype)
         with raised_on_all(part.world):
             try:
-                point.flat[...] = np.asarray(moved, like=point.flat)
+                arrays.copy_to_device(moved, point.flat)
                 value, gradient = part.call()
                 value = returned(value)
             finally:
-                point.flat[...] = np.asarray(self._start, like=point.flat)
+                arrays.copy_to_device(self._start, point.flat)
         gradient = part.arranged(gradient)
         total = part.values.all_reduce(np.array([value if part.value_counts else 0.0]), label="control")
         return LineEvaluation(float(total[0]), value, moved - self.x, gradient * self._counted)
