@@ -503,7 +503,7 @@ def _limits(method: Method, unknowns: Unknowns) -> Limits:
     functions = operators(method, lambda what, function: partial(applied, what, function))
     if "solve" in functions:
         check_inverse(functions["solve"](functions["apply"](np.ones(unknowns.size, flat.dtype, like=flat))))
-    l1 = {"l1_weights": l1_weights, "l1_reference": l1_reference}
+    l1: dict[str, Any] = {"l1_weights": l1_weights, "l1_reference": l1_reference}
     return Limits(lower, upper, fixed, weights, scaling, penalty=None, **l1, **functions)
 
 
