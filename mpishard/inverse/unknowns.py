@@ -393,7 +393,8 @@ class FieldOfTerm:
             raise TypeError(f"{kind} is for real numbers, and x0 is complex; give its parts as two arrays")
         place = 0 if name is None else names.index(name)
         spec, part = specs[place], unknowns.field(place)
-        self._kind, self._named, self._spec, self._part, self._mesh = kind, named, spec, part, mesh
+        self._kind, self._named, self._part, self._mesh = kind, named, part, mesh
+        self.name: str = spec.name
         self.is_cut = part is not None or (spec.is_split and unknowns.is_split)
         self.start: int = unknowns.start_of(place) if named is None else named.layout.piece_of[spec.name].start
         self.shape: tuple[int, ...] = spec.shape  # of the whole array
@@ -422,7 +423,7 @@ class FieldOfTerm:
             return self._part
         from mpishard.parameters.partition import Partition  # with MPI
 
-        return Partition(self._named[self._spec.name], self._mesh, shape=self.shape, box=self.box)
+        return Partition(self._named[self.name], self._mesh, shape=self.shape, box=self.box)
 
     def values(self, what: str, given: Any, least: float = -np.inf, most: float = np.inf) -> np.ndarray:
         """A number or array of the user's, checked, for each element of this rank, flat in float64."""
