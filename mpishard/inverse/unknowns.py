@@ -182,6 +182,12 @@ class Unknowns:
         return self.place.tensor_size * self.place.pipeline_size > 1
 
     @property
+    def hidden_shape(self) -> tuple[int, ...]:
+        """The shape of an array of several dimensions, of which functions get flat points; () of all else."""
+        is_array = self.parameters is None and self.tree is None and not self._fields
+        return self.specs[0].shape if is_array and len(self.specs[0].shape) > 1 else ()
+
+    @property
     def has_fields(self) -> bool:
         """Return True if these are of Partitions."""
         return bool(self._fields)
