@@ -33,14 +33,14 @@ class GroupL1(ProximalTerm):
     ----------
     weight : float or array
         Finite and not negative: one number, or one for each group, by the number of the group.
+    reference : float or array, optional
+        Finite, as `groups`; default: 0.
     groups : array of int, optional
         The number of the group of each element, from 0; -1 for elements without one.  Of the shape of the array, or
         flat; where it is cut over ranks, of this rank's part.
     axis : int or tuple of int, optional
         In place of `groups`: elements that differ along these dimensions alone are a group, such as the components of
         a vector field.  Groups are numbered in the order of the other dimensions.
-    reference : float or array, optional
-        Finite, as `groups`; default: 0.
     name : str, optional
         Of the array, where `x0` has several.
 

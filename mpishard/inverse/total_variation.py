@@ -38,10 +38,10 @@ class TotalVariation(ProximalTerm):
     ----------
     weight : float or array
         Finite and not negative; an array has a weight for each cell, and the shape of the field, or is flat.
-    spacing : float or sequence of float
-        Between cells, in each dimension.  A cell has their product as its volume.
     reference : float or array, optional
         It is subtracted from the field first; finite; default: 0.
+    spacing : float or sequence of float
+        Between cells, in each dimension.  A cell has their product as its volume.
     mask : array of bool, optional
         True for cells that count.  A difference counts if both of its cells do.
     shape : tuple of int, optional
