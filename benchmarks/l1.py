@@ -24,11 +24,11 @@ import math
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+from fista import Measured, fista
 from threadpoolctl import threadpool_limits
 
 Array = np.ndarray
@@ -45,6 +45,9 @@ class Problem(NamedTuple):
     curvature: float
     lower: float = -math.inf
     system: tuple[Array, Array] | None = None  # the matrix and the data of a linear problem
+
+    def value(self, x: Array, value: float) -> float:
+        return value + self.weight * float(abs(x).sum())
 
 
 class Trace(NamedTuple):
@@ -110,29 +113,8 @@ def weighted(
         yield Problem(f"{name}, weight {share:g}", function, size, share * top, curvature, lower, system)
 
 
-class Measured:
-    """The function, of whose calls the values with the term are noted, and the seconds beside the noting."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self.values: list[float] = []
-        self.seconds: list[float] = []
-        self._noting, self._began = 0.0, time.process_time()
-
-    def __call__(self, x: Array) -> tuple[float, Array]:
-        value, gradient = self._problem.function(x)
-        self.note(x, value)
-        return value, gradient
-
-    def note(self, x: Array, value: float | None = None) -> None:
-        begin = time.process_time()
-        self.seconds.append(begin - self._began - self._noting)
-        value = self._problem.function(x)[0] if value is None else value
-        self.values.append(value + self._problem.weight * float(abs(x).sum()))
-        self._noting += time.process_time() - begin
-
-    def trace(self, point: Array) -> Trace:
-        return Trace(np.minimum.accumulate(self.values), np.array(self.seconds), point)
+def trace(measured: Measured, point: Array) -> Trace:
+    return Trace(np.minimum.accumulate(measured.values), np.array(measured.seconds), point)
 
 
 def by_mpishard(problem: Problem, history: int = 10) -> Trace:
@@ -146,26 +128,16 @@ def by_mpishard(problem: Problem, history: int = 10) -> Trace:
         bounds=None if math.isinf(problem.lower) else (problem.lower, None),
         options=options,
     )
-    return measured.trace(found.x)
+    return trace(measured, found.x)
 
 
-def by_fista(problem: Problem, target: float = -math.inf) -> Trace:
-    measured, step = Measured(problem), 1 / problem.curvature
-    x = y = np.zeros(problem.size)
-    t = 1.0
-    for _ in range(MOST):
-        forward = y - step * problem.function(y)[1]
-        new = np.sign(forward) * np.maximum(abs(forward) - step * problem.weight, 0)
-        new = np.maximum(new, problem.lower)
-        if (y - new) @ (new - x) > 0:  # the momentum leads uphill
-            t = 1.0
-        following = 0.5 * (1 + math.sqrt(1 + 4 * t * t))
-        y = new + (t - 1) / following * (new - x)
-        x, t = new, following
-        measured.note(x)
-        if measured.values[-1] <= target:
-            break
-    return measured.trace(x)
+def by_fista(problem: Problem, target: float) -> Trace:
+    least = problem.weight / problem.curvature
+
+    def proximal_point(center: Array) -> Array:
+        return np.maximum(np.sign(center) * np.maximum(abs(center) - least, 0), problem.lower)
+
+    return trace(*fista(problem, proximal_point, MOST, target))
 
 
 def by_pylops_mpi(problem: Problem, target: float) -> Trace:
@@ -197,7 +169,7 @@ def by_pylops_mpi(problem: Problem, target: float) -> Trace:
             tol=0.0,
             callback=note,
         )
-    return measured.trace(last)
+    return trace(measured, last)
 
 
 def by_tao(problem: Problem) -> None:
@@ -222,8 +194,7 @@ def by_tao(problem: Problem) -> None:
     tao.setMaximumIterations(MOST)
     tao.setFromOptions()
     tao.solve(x)
-    trace = measured.trace(x.array)
-    print(json.dumps([trace.values.tolist(), trace.seconds.tolist(), trace.point.tolist()]))
+    print(json.dumps([each.tolist() for each in trace(measured, x.array)]))
 
 
 def of_tao(problem: Problem, command: str) -> Trace:
@@ -245,20 +216,20 @@ def speed(options: argparse.Namespace) -> None:
         traces = {"mpishard": by_mpishard(problem)}
         if options.petsc:
             traces["TAO, OWL-QN"] = of_tao(problem, options.petsc)
-        least = min(by_mpishard(problem, 40).values[-1], *(trace.values[-1] for trace in traces.values()))
+        least = min(by_mpishard(problem, 40).values[-1], *(each.values[-1] for each in traces.values()))
         target = least + options.above * abs(least)
         traces["FISTA"] = by_fista(problem, target)
         if options.pylops_mpi and problem.system is not None:
             traces["pylops-mpi, FISTA"] = by_pylops_mpi(problem, target)
         print(problem.name)
-        for name, trace in traces.items():
-            there = np.flatnonzero(trace.values <= target)
-            zeros = f"{(trace.point == 0).sum():6}"
+        for name, found in traces.items():
+            there = np.flatnonzero(found.values <= target)
+            zeros = f"{(found.point == 0).sum():6}"
             if len(there):
-                print(f"    {name:48}{there[0] + 1:12}{trace.seconds[there[0]]:9.3f}{zeros}")
+                print(f"    {name:48}{there[0] + 1:12}{found.seconds[there[0]]:9.3f}{zeros}")
             else:
-                share = (trace.values[-1] - least) / abs(least)
-                print(f"    {name:48}{len(trace.values):12}{trace.seconds[-1]:9.3f}{zeros}, and is {share:.1e} above")
+                share = (found.values[-1] - least) / abs(least)
+                print(f"    {name:48}{len(found.values):12}{found.seconds[-1]:9.3f}{zeros}, and is {share:.1e} above")
 
 
 def lasso() -> None:
@@ -276,13 +247,13 @@ def lasso() -> None:
         data = matrix @ (3 * sparse(rng, columns, 0.15)) + 0.1 * rng.standard_normal(rows)
         function = squares(matrix, data)
         weight = (0.3, 0.1, 0.03, 0.01)[seed // 5] * float(abs(matrix.T @ data).max())
-        trace = by_mpishard(Problem("", function, columns, weight, 0.0))
+        found = by_mpishard(Problem("", function, columns, weight, 0.0))
         # Its objective is divided by the number of rows.
         theirs = Lasso(alpha=weight / rows, fit_intercept=False, tol=1e-14, max_iter=10**6).fit(matrix, data).coef_
-        values = [function(x)[0] + weight * float(abs(x).sum()) for x in (trace.point, theirs)]
-        differs = int(((trace.point == 0) != (theirs == 0)).sum())
+        values = [function(x)[0] + weight * float(abs(x).sum()) for x in (found.point, theirs)]
+        differs = int(((found.point == 0) != (theirs == 0)).sum())
         print(
-            f"{f'{seed}: {rows} x {columns}':28}{len(trace.values):12}{(trace.point == 0).sum():7}"
+            f"{f'{seed}: {rows} x {columns}':28}{len(found.values):12}{(found.point == 0).sum():7}"
             f"{(values[0] - values[1]) / values[1]:13.1e}{differs:17}"
         )
 

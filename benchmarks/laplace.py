@@ -1,8 +1,9 @@
-"""python benchmarks/laplace.py [--cells N] [--observations M] [--ranks R ...] [--slepc COMMAND]
+"""python benchmarks/laplace.py [--cells N] [--observations M] [--ranks R ...] [--power P ...] [--slepc COMMAND]
 
 `mpishard.laplace` in one process: seconds of processor time of the Hessian products, and of all around them.  The
 unknown is the source of a diffusion on a square of N * N cells, of which M cells are observed; the prior is a
-`BiLaplacianPrior`.  A product is two solves by a sparse factorisation.
+`BiLaplacianPrior`.  A product is two solves by a sparse factorisation.  Each rank is tried with each number of power
+iterations.
 
 --slepc: beside SLEPc's Krylov-Schur method with a factorisation of the prior's precision, by COMMAND, a Python with
 slepc4py and SciPy, such as "env/bin/python3": by how much each eigenvalue of the double pass is off, relatively.  It
@@ -13,6 +14,7 @@ than that: the double pass projects, so that what it lacks makes eigenvalues sma
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 import subprocess
@@ -135,6 +137,7 @@ def main() -> int:
     parser.add_argument("--length", type=float, default=16.0, help="of the prior's correlation, in cells")
     parser.add_argument("--noise", type=float, default=0.1, help="beside the prior's standard deviation, 1")
     parser.add_argument("--ranks", type=int, nargs="+", default=[10, 20, 40])
+    parser.add_argument("--power", type=int, nargs="+", default=[0], help="iterations")
     parser.add_argument("--oversampling", type=int, default=10)
     parser.add_argument("--slepc", default="", metavar="COMMAND")
     parser.add_argument("--of", type=Path, help=argparse.SUPPRESS)  # the folder for `by_slepc`
@@ -160,15 +163,15 @@ def main() -> int:
 
     products = Products(forward, places, given.noise)
     columns: dict[str, Found] = {}
-    for rank in given.ranks:
+    for rank, power in itertools.product(given.ranks, given.power):
 
-        def double_pass(rank: int = rank) -> Array:
-            options = {"rank": rank, "oversampling": given.oversampling}
+        def double_pass(rank: int = rank, power: int = power) -> Array:
+            options = {"rank": rank, "oversampling": given.oversampling, "power_iterations": power}
             return mpishard.laplace(np.zeros(size), products, prior, **options).eigenvalues
 
         if not columns:
             double_pass(1)  # compiles
-        columns[f"rank {rank}"] = measured(products, double_pass)
+        columns[f"rank {rank}{f', {power}' * bool(power)}"] = measured(products, double_pass)
     exact = None
     if given.slepc:
         exact = of_slepc(forward, precision, places, given.noise, max(given.ranks), given.slepc)

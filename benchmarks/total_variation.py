@@ -17,11 +17,11 @@ import argparse
 import contextlib
 import importlib.util
 import math
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+from fista import Measured, fista
 from threadpoolctl import threadpool_limits
 
 Array = np.ndarray
@@ -40,6 +40,10 @@ class Problem(NamedTuple):
     weight: float
     groups: bool = False
     lower: float = -math.inf
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
     def function(self, x: Array) -> tuple[float, Array]:
         residual = self.product(x) - self.data
@@ -132,32 +136,10 @@ def problems() -> Iterator[Problem]:
         )
 
 
-class Trace:
-    """The value with the term, and the seconds of the method, after each evaluation."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self.values: list[float] = []
-        self.seconds: list[float] = []
-        self._noting, self._began = 0.0, time.process_time()
-
-    def __call__(self, x: Array) -> tuple[float, Array]:
-        value, gradient = self._problem.function(x)
-        self.note(x, value)
-        return value, gradient
-
-    def note(self, x: Array, value: float | None = None) -> None:
-        begin = time.process_time()
-        self.seconds.append(begin - self._began - self._noting)
-        value = self._problem.function(x)[0] if value is None else value
-        self.values.append(self._problem.value(x, value))
-        self._noting += time.process_time() - begin
-
-
-def by_mpishard(problem: Problem, most: int) -> tuple[Trace, Any]:
+def by_mpishard(problem: Problem, most: int) -> tuple[Measured, Any]:
     import mpishard
 
-    trace = Trace(problem)
+    trace = Measured(problem)
     term: Any = mpishard.TotalVariation(problem.weight)
     if problem.groups:
         term = mpishard.GroupL1(problem.weight, axis=1)
@@ -170,28 +152,20 @@ def by_mpishard(problem: Problem, most: int) -> tuple[Trace, Any]:
     return trace, found
 
 
-def by_fista(problem: Problem, most: int, target: float) -> Trace:
-    trace, alpha = Trace(problem), problem.curvature
-    x = y = np.zeros(int(np.prod(problem.shape)))
-    dual = np.zeros((len(problem.shape), *problem.shape))
-    t = 1.0
-    for _ in range(most):
-        forward = y - problem.function(y)[1] / alpha
-        if problem.groups:
-            blocks = forward.reshape(problem.shape)
-            norms = np.sqrt((blocks**2).sum(1, keepdims=True))
-            new = (blocks * np.maximum(1 - problem.weight / alpha / np.maximum(norms, 1e-300), 0)).reshape(-1)
-        else:
-            new, dual = proximal_point(problem, forward.reshape(problem.shape), alpha, dual)
-        if (y - new) @ (new - x) > 0:  # the momentum leads uphill
-            t = 1.0
-        following = 0.5 * (1 + math.sqrt(1 + 4 * t * t))
-        y = new + (t - 1) / following * (new - x)
-        x, t = new, following
-        trace.note(x)
-        if trace.values[-1] <= target:
-            break
-    return trace
+def by_fista(problem: Problem, most: int, target: float) -> Measured:
+    least, dual = problem.weight / problem.curvature, np.zeros((len(problem.shape), *problem.shape))
+
+    def of_field(center: Array) -> Array:
+        nonlocal dual
+        found, dual = proximal_point(problem, center.reshape(problem.shape), problem.curvature, dual)
+        return found
+
+    def of_groups(center: Array) -> Array:
+        blocks = center.reshape(problem.shape)
+        norms = np.sqrt((blocks**2).sum(1, keepdims=True))
+        return (blocks * np.maximum(1 - least / np.maximum(norms, 1e-300), 0)).reshape(-1)
+
+    return fista(problem, of_groups if problem.groups else of_field, most, target)[0]
 
 
 def proximal_point(problem: Problem, center: Array, alpha: float, dual: Array) -> tuple[Array, Array]:
@@ -207,13 +181,13 @@ def proximal_point(problem: Problem, center: Array, alpha: float, dual: Array) -
     return np.maximum(center - adjoint(dual) / alpha, problem.lower).reshape(-1), dual
 
 
-def by_chambolle_pock(problem: Problem, most: int, target: float) -> Trace:
+def by_chambolle_pock(problem: Problem, most: int, target: float) -> Measured:
     """With the matrix and the differences in one operator; the data are in the dual variable of the first."""
-    trace, dimensions = Trace(problem), len(problem.shape)
+    trace, dimensions = Measured(problem), len(problem.shape)
     of_data = 1 / math.sqrt(problem.curvature)  # both operators have the norm 1
     of_field = 1 / math.sqrt(4 * dimensions)
     step = 1 / math.sqrt(2)
-    x = ahead = np.zeros(int(np.prod(problem.shape)))
+    x = ahead = np.zeros(problem.size)
     p, q = np.zeros((dimensions, *problem.shape)), np.zeros(problem.data.size)
     for _ in range(most):
         q = q + step * of_data * problem.product(ahead)
@@ -229,11 +203,11 @@ def by_chambolle_pock(problem: Problem, most: int, target: float) -> Trace:
     return trace
 
 
-def by_pyproximal(problem: Problem, most: int, target: float) -> Trace:
+def by_pyproximal(problem: Problem, most: int, target: float) -> Measured:
     import pylops
     import pyproximal
 
-    trace, size = Trace(problem), int(np.prod(problem.shape))
+    trace, size = Measured(problem), problem.size
     operator = pylops.FunctionOperator(problem.product, problem.transposed, problem.data.size, size)
 
     class Reached(Exception):

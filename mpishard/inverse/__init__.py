@@ -11,8 +11,8 @@ matrices of both, whose rows are on ranks, ``iteration_files``, their checkpoint
 a fit; ``laplace_approximation``, with ``priors``, ``grid_prior`` and ``posterior``; ``elastic_minimization``;
 ``multipliers``, ``augmented_function`` and ``scipy_constraints``, constraints; ``ensemble`` and ``parameter_choice``,
 many runs; ``regularization``, terms, and ``l1``, ``total_variation`` and ``group_norms``, those without a gradient,
-``nonsmooth``, which of these go together, ``added_terms``, functions with terms, and ``time_steps``, a part of such
-functions; ``gradient_check``, with ``taylor``, and ``adjoint_check``, tests of them; and ``pictures``.
+``nonsmooth``, what these share, ``added_terms``, functions with terms, and ``time_steps``, a part of such functions;
+``gradient_check``, with ``taylor``, and ``adjoint_check``, tests of them; and ``pictures``.
 
 A name's module is imported when it is first asked for: without a mesh `minimize`, `least_squares` and `lsqr` do without
 MPI.

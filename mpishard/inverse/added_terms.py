@@ -72,6 +72,9 @@ def regularized(
     takes the mean, and a term is added to the mean.  The minimum is the same if the weight in `minimize` is N times
     that in the problem.
 
+    Of an `x0` that is an array of several dimensions functions get flat points: `minimize`, `augmented_lagrangian` and
+    `check_gradient` then give its shape to terms without ``shape=``.
+
     Examples
     --------
     >>> import numpy as np
@@ -167,9 +170,15 @@ def regularized(
             f"its kinks: give it to mpishard.minimize{loops * (kinds == {'L1'})}"
         )
 
+    def smooth_of_shape(shape: tuple[int, ...]) -> Callable[..., Any]:
+        inside = function if inner is None else inner.smooth_of_shape(shape)
+        shaped = [replace(term, shape=shape) if term.shape is None else term for term in smooth]
+        return regularized(inside, [*shaped, *priors], mesh=mesh, reduction=reduction) if shaped or priors else inside
+
     found = for_minimize_alone if nonsmooth else with_terms
     added = (*smooth, *priors, *(() if inner is None else inner.added))
-    setattr(found, TERMS, AddedTerms(reduction, with_terms if smooth or priors else function, added, nonsmooth))
+    without_kinks = with_terms if smooth or priors else function
+    setattr(found, TERMS, AddedTerms(reduction, without_kinks, added, nonsmooth, smooth_of_shape))
     return found
 
 

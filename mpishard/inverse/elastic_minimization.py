@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from mpishard.inverse.functions import (
     failure_in_words,
     sum_of_values,
 )
-from mpishard.inverse.mesh_run import check_identical, digest, exchange, parameters_of
+from mpishard.inverse.mesh_run import check_identical, digest, exchange, expect_no_constraints, parameters_of
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, result_of
 from mpishard.inverse.unknowns import Unknowns, copy_of_point
 from mpishard.io import log
@@ -60,6 +60,19 @@ class WholeFunction(SumOverSamples):
     """One sample, the whole function: the ranks without it call the function too."""
 
     everywhere: ClassVar[bool] = True
+
+
+class _OneMinimization(Stages):
+    """Nothing follows the minimisation, and its checkpoint is not of several ones."""
+
+    def __init__(self, checkpoints: Any) -> None:
+        self._checkpoints = checkpoints
+
+    def told(self, minimizer: Minimizer) -> None:
+        """Let it end."""
+
+    def check(self, facts: Mapping[str, Any]) -> None:
+        expect_no_constraints(facts, getattr(self._checkpoints, "folder", None))
 
 
 class ElasticMinimization:
@@ -135,6 +148,8 @@ class ElasticMinimization:
             product=self._add_product,
             watched=self._watched,
         )
+        if self._of_stage is None:
+            self._state.continue_by(_OneMinimization(checkpoints))
         if self._functions.has_weights and count > 1 and self._mesh.rank == 0:
             log.inform(
                 f"terms are added to the sum over {count} samples; an OptimizationProblem adds them to the mean, and "

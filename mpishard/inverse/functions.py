@@ -17,7 +17,7 @@ from mpishard.backend.sparse_rows import SparseRows
 from mpishard.comm.errors import OneRank, known_to_all, raised_on_all
 from mpishard.inverse.result import OptimizeResult
 from mpishard.inverse.trees import is_tree, tree_of
-from mpishard.inverse.unknowns import copy_of_point, has_names
+from mpishard.inverse.unknowns import Unknowns, copy_of_point, has_names
 
 if TYPE_CHECKING:
     from mpishard.comm.axis import Axis
@@ -36,6 +36,7 @@ class AddedTerms(NamedTuple):
     smooth: Callable[..., Any]  # the function with those terms that have a gradient
     added: tuple[Any, ...]  # these terms
     nonsmooth: tuple[Any, ...]  # the terms without a gradient, which are the method's
+    smooth_of_shape: Callable[[tuple[int, ...]], Callable[..., Any]]  # `smooth` for flat points of such an array
 
 
 @known_to_all
@@ -122,6 +123,11 @@ class Functions:
                 f"regularized has reduction={given!r}, and this call reduction={reduction!r}, so that the terms would "
                 "not count once; give both the same mesh= and reduction="
             )
+
+    def take_shape(self, unknowns: Unknowns) -> None:
+        """Let the terms of `regularized` know the shape of the unknowns.  Collective over the meshes of terms."""
+        if self._terms is not None and unknowns.hidden_shape:
+            self._fun = self._terms.smooth_of_shape(unknowns.hidden_shape)
 
     def value(self, x: Any) -> float:
         """The value at a point, of a function that returns it alone."""

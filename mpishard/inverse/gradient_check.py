@@ -63,6 +63,7 @@ def _part(function: Any, x: Any, jac: Any, hessp: Any, mesh: Mesh | None, reduct
 
 def _part_of_function(functions: Functions, x: Any, mesh: Mesh | None, summed: bool) -> Part:
     unknowns = Unknowns(x)
+    functions.take_shape(unknowns)
     specs = None if unknowns.tree is None and not unknowns.is_split else unknowns.specs
     point = unknowns.parameters
     if point is None:

@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import integer, number, shown, without_dimensions
-from mpishard.backend import array as arrays
-from mpishard.comm.axis import Axis
-from mpishard.comm.errors import OneRank
+from mpishard.arguments import integer, shown
+from mpishard.inverse.nonsmooth import PenaltyOfArrays, ProximalTerm, TermOfArray
 from mpishard.inverse.stencils import sum_of_cells
 from mpishard.inverse.unknowns import FieldOfTerm, Unknowns
 from mpishard.layout.boxes import box_shape
-from mpishard.minimizers.penalty import AtReference, GroupsAtReference, Penalty
+from mpishard.minimizers.penalty import AtReference, GroupsAtReference
 
 Array = Any
 _ROUNDS = 180  # at most, of a proximal point where bounds cut a group: a third of them halve
@@ -25,7 +23,7 @@ _BITS = 30  # of each of three words of a square
 
 
 @dataclass(frozen=True)
-class GroupL1:
+class GroupL1(ProximalTerm):
     """The sum over groups of ``weight |x_g - reference_g|``, with the 2-norm: the group lasso.
 
     At the minimum many groups are at their reference, all of their elements, to the last bit.  It is a term for
@@ -35,14 +33,14 @@ class GroupL1:
     ----------
     weight : float or array
         Finite and not negative: one number, or one for each group, by the number of the group.
+    reference : float or array, optional
+        Finite, as `groups`; default: 0.
     groups : array of int, optional
         The number of the group of each element, from 0; -1 for elements without one.  Of the shape of the array, or
         flat; where it is cut over ranks, of this rank's part.
     axis : int or tuple of int, optional
         In place of `groups`: elements that differ along these dimensions alone are a group, such as the components of
         a vector field.  Groups are numbered in the order of the other dimensions.
-    reference : float or array, optional
-        Finite, as `groups`; default: 0.
     name : str, optional
         Of the array, where `x0` has several.
 
@@ -73,82 +71,37 @@ class GroupL1:
     array([2.4, 3.2, 0. , 0. ])
     """
 
-    weight: Any
     _: KW_ONLY
     groups: Any = None
     axis: int | tuple[int, ...] | None = None
-    reference: Any = None
     name: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("weight", 0.0), ("reference", None)):
-            given = getattr(self, name)
-            if given is not None and np.ndim(given) == 0:
-                plain = number(f"GroupL1: {name}", without_dimensions(given), least=least)
-                object.__setattr__(self, name, plain)
-        if self.weight is None:
-            raise TypeError("GroupL1: weight=None must be a number or an array")
+        super().__post_init__()
         if (self.groups is None) == (self.axis is None):
             raise ValueError("GroupL1 takes either groups=, the number of each element's group, or axis=")
         if self.axis is not None:
             axes = self.axis if isinstance(self.axis, Sequence) else (self.axis,)
             object.__setattr__(self, "axis", tuple(integer("GroupL1: axis", axis) for axis in axes))
 
-    def value(self, x: Any) -> float:
-        """The value at a point, on this process alone.
-
-        Parameters
-        ----------
-        x : array, FlatParameters, or dict, list or tuple of arrays
-            As the `x0` of `minimize`, whole.
-
-        Returns
-        -------
-        float
-            With the weight.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If arrays do not fit `x`.
-        """
-        unknowns = Unknowns(x)
-        terms = GroupNorms([self], unknowns, None)
-        terms.begin()
-        return terms.value(np.ascontiguousarray(arrays.to_host(unknowns.flat), np.float64))
+    @staticmethod
+    def _penalty(terms: Sequence[Any], unknowns: Unknowns, mesh: Any) -> PenaltyOfArrays:
+        return GroupNorms(terms, unknowns, mesh)
 
 
-class GroupNorms(Penalty):
+class GroupNorms(PenaltyOfArrays):
     """The norms of the groups of one or several arrays of the unknowns. `mesh` is that of slabs."""
 
     duals = 0
     kinds = "GroupL1"
 
     def __init__(self, terms: Sequence[GroupL1], unknowns: Unknowns, mesh: Any) -> None:
-        self._size = unknowns.size
         self._arrays = [_Groups(term, unknowns, mesh) for term in terms]
-        starts = [each.start for each in self._arrays]
-        if len(set(starts)) < len(starts):
-            raise ValueError(f"{len(starts)} GroupL1 terms are of one array, and groups do not overlap: give one term")
-        self.is_cut = any(each.is_cut for each in self._arrays)
-
-    @property
-    def elements(self) -> Sequence[np.ndarray]:
-        found = np.zeros((3, self._size))
-        for each in self._arrays:
-            found[:, each.part] = each.elements
-        return list(found)
+        super().__init__(self._arrays, unknowns)
 
     @property
     def text(self) -> str:
         return "GroupL1"
-
-    def begin(self) -> None:
-        for each in self._arrays:
-            each.begin()
-
-    def value(self, x: np.ndarray) -> float:
-        return math.fsum(each.value(x[each.part]) for each in self._arrays)
 
     def proximal_point(
         self,
@@ -183,14 +136,12 @@ class GroupNorms(Penalty):
         return GroupsAtReference(sum(here for here, _ in counts), sum(total for _, total in counts), is_zero)
 
 
-class _Groups:
+class _Groups(TermOfArray):
     """The groups of one array: this rank's elements, flat, and sums over each group that is here."""
 
     def __init__(self, term: GroupL1, unknowns: Unknowns, mesh: Any) -> None:
         field = FieldOfTerm("GroupL1", term.name, unknowns, mesh)
-        self._field = field
-        self.start, self.is_cut = field.start, field.is_cut
-        self.part = slice(field.start, field.start + field.size)
+        super().__init__(field)
         labels = _labels_along(term.axis, field) if term.axis is not None else _labels(term.groups, field)
         self._elements = np.flatnonzero(labels >= 0)
         # The numbers of the groups that are here, and to which of them each element belongs.
@@ -199,7 +150,6 @@ class _Groups:
         self._reference = field.values("reference", 0.0 if term.reference is None else term.reference)
         self._weights = _weights(term.weight, self._numbers)
         self._labels = labels
-        self._ranks: Axis | OneRank = OneRank()
         self._is_counted = np.ones(len(self._numbers), bool)  # no rank before has elements of the group
         self._shared = np.zeros(0, np.int64)  # the places among all shared groups of those that are here
         self._shared_here = np.zeros(0, np.int64)
@@ -207,13 +157,12 @@ class _Groups:
 
     @property
     def elements(self) -> np.ndarray:
-        """The weight, the reference and the group of each element of this rank."""
         weights = np.zeros(self._labels.size)
         weights[self._elements] = self._weights[self._group]
         return np.array([weights, self._reference, self._labels.astype(np.float64)])
 
     def begin(self) -> None:
-        partition = self._field.partition()
+        partition = self.field.partition()
         if partition is None or partition.ranks.size == 1:
             return
         self._ranks = partition.ranks
@@ -258,7 +207,7 @@ class _Groups:
         return (x - self._reference)[self._elements]
 
     def value(self, x: np.ndarray) -> float:
-        values = self._weights * self._norms(self._distances(x))
+        values = self._weights * self._norms(self._distances(x[self.part]))
         return sum_of_cells(self._ranks, values[self._is_counted])
 
     def proximal_point(self, center: np.ndarray, alpha: float, lower: np.ndarray, upper: np.ndarray) -> np.ndarray:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.arguments import number, without_dimensions
 from mpishard.backend import array as arrays
+from mpishard.inverse.nonsmooth import NonsmoothTerm, forms_of
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.layout.tensors import ParameterSpec
 from mpishard.minimizers.elements import OfThisRank, element_name, elements_of_l1, whole_elements
@@ -18,7 +18,7 @@ Array = Any
 
 
 @dataclass(frozen=True)
-class L1:
+class L1(NonsmoothTerm):
     """The sum over elements of ``weight |x - reference|``, exactly: at the minimum many elements are at the reference.
 
     It has no gradient there, so that it is a term for `minimize` by L-BFGS-B, which moves in one orthant an iteration
@@ -56,19 +56,9 @@ class L1:
     array([ 2.,  0., -1.])
     """
 
-    weight: Any
     _: KW_ONLY
-    reference: Any = None
     mask: Any = None
-
-    def __post_init__(self) -> None:
-        for name, least in (("weight", 0.0), ("reference", None)):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, Mapping | Sequence) and np.ndim(value) == 0:
-                plain = number(f"L1: {name}", without_dimensions(value), least=least)
-                object.__setattr__(self, name, plain)
-        if self.weight is None:
-            raise TypeError("L1: weight=None must be a number, an array, or these by tensor name")
+    _containers: ClassVar[tuple[type, ...]] = (list, tuple, Mapping)
 
     def value(self, x: Any) -> float:
         """The value at a point, on this process alone.
@@ -93,18 +83,14 @@ class L1:
         distances = abs(arrays.to_host(unknowns.shown) - (0.0 if reference is None else reference))
         return float((weights * distances).sum())
 
-
-def l1_option(terms: Sequence[L1], unknowns: Unknowns) -> Any:
-    """The option `l1` of a method that has these terms; None without terms.
-
-    Raises TypeError or ValueError if a term does not fit the unknowns, or terms have several references of an element.
-    """
-    if not terms:
-        return None
-    option = _elements(terms, unknowns)
-    if not (unknowns.is_split or unknowns.is_cut_by_application):
-        return option
-    return OfThisRank(option, _specs(unknowns), unknowns.arranged)
+    @classmethod
+    def _options(
+        cls, terms: Sequence[Any], unknowns: Unknowns, mesh: Any, is_elastic: bool
+    ) -> tuple[dict[str, Any], str]:
+        option: Any = _elements(terms, unknowns)
+        if unknowns.is_split or unknowns.is_cut_by_application:
+            option = OfThisRank(option, _specs(unknowns), unknowns.arranged)
+        return {"l1": option}, forms_of(terms)
 
 
 def _specs(unknowns: Unknowns) -> Sequence[ParameterSpec]:

@@ -41,6 +41,7 @@ def laplace(
     *,
     rank: int = 100,
     oversampling: int = 10,
+    power_iterations: int = 0,
     seed: int = 0,
     mesh: Mesh | None = None,
     reduction: str | None = None,
@@ -54,7 +55,8 @@ def laplace(
 
     The Hessian is that of the misfit, H, and the precision of the prior, R.  Data inform few directions as a rule: the
     posterior is the prior, corrected in the span of the `rank` dominant eigenvectors of ``H u = lambda R u``.  They
-    come from ``2 * (rank + oversampling)`` products with H by a randomised double pass; fewer if H has a lower rank.
+    come from ``(2 + power_iterations) * (rank + oversampling)`` products with H by a randomised double pass; fewer if H
+    has a lower rank.
 
     With a mesh it is collective: all ranks call it, each keeps its part of the eigenvectors, and the posterior has the
     same bits on any number of ranks.  Without one it uses no MPI.
@@ -77,6 +79,9 @@ def laplace(
         far below 1, a larger rank changes little.
     oversampling : int
         Further directions, which make the last eigenpairs accurate.
+    power_iterations : int
+        How often the products are multiplied again, by one more for each direction.  Where `rank` cuts a spectrum that
+        falls slowly, eigenvalues are too small without.
     seed : int
         Of the random directions.
     mesh : Mesh, optional
@@ -138,10 +143,11 @@ def laplace(
         x = result.x if hasattr(result, "x") else result
         unknowns = Unknowns(x)
         workers = elastic_options(elastic, samples, reduction, mesh, unknowns)
-        options = DoublePass(rank=rank, oversampling=oversampling, seed=seed)
+        options = DoublePass(rank=rank, oversampling=oversampling, power_iterations=power_iterations, seed=seed)
         same |= {"reduction": reduction, "samples": samples, "elastic": elastic}
         same |= {"prior": type(prior), "prior.factor": prior.has_factor}
         same |= {"rank": options.rank, "oversampling": options.oversampling, "seed": options.seed}
+        same["power_iterations"] = options.power_iterations
         same |= files_given(mesh, checkpoints, resume, record)
         same["x0"] = f"{unknowns.total} elements, {'cut' if unknowns.is_split else 'whole'}"
         if not unknowns.is_split:
@@ -164,6 +170,7 @@ def laplace(
         factor=operators.get("factor"),
         rank=kept,
         oversampling=min(options.oversampling, unknowns.total - kept),
+        power_iterations=options.power_iterations,
         seed=options.seed,
     )
     loop, callback = LoopOptions(), Callback(None)
@@ -181,7 +188,7 @@ def laplace(
         ended = run_loop(optimizer, functions, unknowns, callback, loop, checkpoints, resume, record)
     if ended.reason == "signal":
         raise KeyboardInterrupt(
-            f"laplace was stopped after {ended.progress.products} of up to {2 * len(method.slots)} products"
+            f"laplace was stopped after {ended.progress.products} of up to {method.most_products} products"
         )
     if ended.reason == "not finite":
         raise ValueError(

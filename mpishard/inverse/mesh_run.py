@@ -463,11 +463,8 @@ class RunFiles:
         self._optimizer.state.check(facts)
         if self._outer is not None:
             self._outer.check(facts)
-        elif _OUTER in facts:
-            raise ValueError(
-                f"the checkpoint in {self._checkpoints.folder} is of augmented_lagrangian, and this is a "
-                "minimisation without constraints; give each its own folder, or resume=False"
-            )
+        else:
+            expect_no_constraints(facts, self._checkpoints.folder)
 
     @property
     def _steps(self) -> int:
@@ -547,6 +544,15 @@ class RunFiles:
         self._optimizer.state.consolidate()
         outer = {} if self._outer is None else self._outer.facts()
         self._checkpoints.save(self._optimizer.state.capture().with_facts({_START: {"norm": self._start}, **outer}))
+
+
+def expect_no_constraints(facts: Mapping[str, Any], folder: Any) -> None:
+    """Raise ValueError if the facts of the checkpoint in a folder are of a minimisation under constraints."""
+    if _OUTER in facts:
+        raise ValueError(
+            f"the checkpoint in {folder} is of augmented_lagrangian, and this is a minimisation without constraints; "
+            "give each its own folder, or resume=False"
+        )
 
 
 def report_resumed(found: Any, checkpoints: Any) -> None:

@@ -351,6 +351,7 @@ def solve(
     record: RunRecord | None,
 ) -> MinimizationOutcome:
     """Minimise by a method, with arguments that are checked.  Collective over the mesh."""
+    functions.take_shape(unknowns)
     if elastic is not None and mesh is not None:
         from mpishard.inverse.elastic_minimization import ElasticMinimization
 

@@ -212,6 +212,7 @@ def augmented_lagrangian(
         same |= {"maxiter": maxiter, "multipliers": multipliers is not None, "retries": loop.retries}
         same["elastic"] = elastic
         same |= files_given(mesh, checkpoints, resume, record)
+    functions.take_shape(unknowns)
     first = replace(chosen, gtol=corrections.tolerance)
     if workers is not None and mesh is not None:
         from mpishard.inverse.elastic_multipliers import ElasticOuterLoop

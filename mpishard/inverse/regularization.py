@@ -57,7 +57,8 @@ class RegularizationTerm(ABC):
     mask : array of bool, optional
         True for cells that count.  A difference counts if all of its cells do.
     shape : tuple of int, optional
-        Of the field, if it is given as a flat array; of this rank's part of it.
+        Of the field, if it is given as a flat array; of this rank's part of it.  Default: that of the array, in
+        `minimize` that of `x0`.
     name : str, optional
         Of the field, in functions of a FlatParameters; default: its only tensor.
     mesh : Mesh, optional

@@ -11,15 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import integer, number, without_dimensions
-from mpishard.backend import array as arrays
+from mpishard.arguments import integer, number
 from mpishard.backend.dual_sweeps import DualField, dual_sweeps
-from mpishard.comm.axis import Axis
-from mpishard.comm.errors import OneRank
+from mpishard.inverse.nonsmooth import PenaltyOfArrays, ProximalTerm, TermOfArray
 from mpishard.inverse.stencils import Halo, forward, forward_adjoint, grown, sum_of_cells
 from mpishard.inverse.unknowns import FieldOfTerm, Unknowns
 from mpishard.layout.boxes import box_shape
-from mpishard.minimizers.penalty import Penalty
 
 Array = Any
 _HALO = 8  # cells of the neighbours of a box: so many sweeps go without a further exchange
@@ -29,7 +26,7 @@ _MOST = 2048  # sweeps of a proximal step
 
 
 @dataclass(frozen=True)
-class TotalVariation:
+class TotalVariation(ProximalTerm):
     """The length of the gradient of a field, exactly: `weight` times the integral of ``|grad (x - reference)|``.
 
     The gradient is that of differences to the next cells (isotropic; Rudin, Osher and Fatemi, 1992).  At the minimum
@@ -41,10 +38,10 @@ class TotalVariation:
     ----------
     weight : float or array
         Finite and not negative; an array has a weight for each cell, and the shape of the field, or is flat.
-    spacing : float or sequence of float
-        Between cells, in each dimension.  A cell has their product as its volume.
     reference : float or array, optional
         It is subtracted from the field first; finite; default: 0.
+    spacing : float or sequence of float
+        Between cells, in each dimension.  A cell has their product as its volume.
     mask : array of bool, optional
         True for cells that count.  A difference counts if both of its cells do.
     shape : tuple of int, optional
@@ -80,22 +77,14 @@ class TotalVariation:
     array([0.1, 0.1, 0.1, 1.9, 1.9, 1.9])
     """
 
-    weight: Any
     _: KW_ONLY
     spacing: Any = 1.0
-    reference: Any = None
     mask: Any = None
     shape: tuple[int, ...] | None = None
     name: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("weight", 0.0), ("reference", None)):
-            given = getattr(self, name)
-            if given is not None and np.ndim(given) == 0:
-                plain = number(f"TotalVariation: {name}", without_dimensions(given), least=least)
-                object.__setattr__(self, name, plain)
-        if self.weight is None:
-            raise TypeError("TotalVariation: weight=None must be a number or an array")
+        super().__post_init__()
         steps = self.spacing if isinstance(self.spacing, Sequence | np.ndarray) else [self.spacing]
         spacing = tuple(number("TotalVariation: spacing", step, above=0) for step in steps)
         object.__setattr__(self, "spacing", spacing)
@@ -104,63 +93,24 @@ class TotalVariation:
             shape = tuple(integer("TotalVariation: shape", extent, least=1) for extent in extents)
             object.__setattr__(self, "shape", shape)
 
-    def value(self, x: Any) -> float:
-        """The value at a field, on this process alone.
-
-        Parameters
-        ----------
-        x : array, FlatParameters, or dict, list or tuple of arrays
-            As the `x0` of `minimize`, whole.
-
-        Returns
-        -------
-        float
-            With the weight.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If arrays do not fit `x`.
-        """
-        unknowns = Unknowns(x)
-        terms = TotalVariations([self], unknowns, None)
-        terms.begin()
-        return terms.value(np.ascontiguousarray(arrays.to_host(unknowns.flat), np.float64))
+    @staticmethod
+    def _penalty(terms: Sequence[Any], unknowns: Unknowns, mesh: Any) -> PenaltyOfArrays:
+        return TotalVariations(terms, unknowns, mesh)
 
 
-class TotalVariations(Penalty):
+class TotalVariations(PenaltyOfArrays):
     """Total variation of one or several fields of the unknowns. `mesh` is that of slabs."""
 
     kinds = "TotalVariation"
 
     def __init__(self, terms: Sequence[TotalVariation], unknowns: Unknowns, mesh: Any) -> None:
-        self._size = unknowns.size
         self._fields = [_Field(term, unknowns, mesh) for term in terms]
-        starts = [field.start for field in self._fields]
-        if len(set(starts)) < len(starts):
-            raise ValueError(
-                f"{len(starts)} TotalVariation terms are of one field: give one, with the sum of the weights"
-            )
+        super().__init__(self._fields, unknowns)
         self.duals = max(len(field.shape) for field in self._fields)
-        self.is_cut = any(field.is_cut for field in self._fields)
-
-    @property
-    def elements(self) -> Sequence[np.ndarray]:
-        found = np.zeros((3, self._size))
-        for field in self._fields:
-            found[:, field.start : field.start + field.size] = field.elements
-        return list(found)
 
     @property
     def text(self) -> str:
         return "; ".join(f"TotalVariation of {field.shape} with spacing {field.spacing}" for field in self._fields)
-
-    def begin(self) -> None:
-        for field in self._fields:
-            field.begin()
-
-    def value(self, x: np.ndarray) -> float:
-        return math.fsum(field.value(x) for field in self._fields)
 
     def proximal_point(
         self,
@@ -188,7 +138,7 @@ class TotalVariations(Penalty):
         return math.fsum(field.gap(x, dual) for field in self._fields)
 
 
-class _Field:
+class _Field(TermOfArray):
     """A field that has total variation: where it is in the unknowns, and this rank's part of its grid.
 
     Arrays of its grid are float64 in three dimensions, of which the first ones may have one cell.
@@ -196,8 +146,7 @@ class _Field:
 
     def __init__(self, term: TotalVariation, unknowns: Unknowns, mesh: Any) -> None:
         field = FieldOfTerm("TotalVariation", term.name, unknowns, mesh, needs_grid=True, shape=term.shape)
-        self._field = field
-        self.start, self.size, self.is_cut = field.start, field.size, field.is_cut
+        super().__init__(field)
         self._box, self.shape = field.box, field.shape
         if len(self.shape) > 3 or not self.shape:
             raise ValueError(f"TotalVariation is of one to three dimensions, and the field has the shape {self.shape}")
@@ -212,20 +161,18 @@ class _Field:
         self._mask = None if term.mask is None else field.values("mask", term.mask, 0.0, 1.0).reshape(own)
         self._reference = field.values("reference", 0.0 if term.reference is None else term.reference).reshape(own)
         self._flat3 = (1,) * (3 - len(self.shape))  # in front of a shape
-        self._ranks: Axis | OneRank = OneRank()
         self._halo: Halo | None = None
         self._place: tuple[slice | EllipsisType, ...] = (...,)
         self._scale = self._bound = np.zeros(0)
 
     @property
     def elements(self) -> np.ndarray:
-        """The weight, the reference and the mask of each cell of this rank."""
-        mask = np.ones(self.size) if self._mask is None else self._mask.reshape(-1)
+        mask = np.ones(self.field.size) if self._mask is None else self._mask.reshape(-1)
         return np.array([self._weight.reshape(-1), self._reference.reshape(-1), mask])
 
     def begin(self) -> None:
         box = self._box
-        partition = self._field.partition()
+        partition = self.field.partition()
         if partition is not None and partition.ranks.size > 1:
             self._ranks, self._halo = partition.ranks, Halo(partition, _HALO)
             self._place = (*(slice(None),) * len(self._flat3), *self._halo.place)
@@ -248,9 +195,7 @@ class _Field:
 
     def _own(self, flat: np.ndarray) -> np.ndarray:
         """This rank's cells of what it has of the unknowns, as a view."""
-        return flat[..., self.start : self.start + self.size].reshape(
-            *flat.shape[:-1], *self._flat3, *box_shape(self._box)
-        )
+        return flat[..., self.part].reshape(*flat.shape[:-1], *self._flat3, *box_shape(self._box))
 
     def _extended(self, *own: np.ndarray) -> list[np.ndarray]:
         """Arrays with cells of the neighbours.  Collective over the ranks that share the field."""

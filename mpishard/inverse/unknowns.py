@@ -182,6 +182,12 @@ class Unknowns:
         return self.place.tensor_size * self.place.pipeline_size > 1
 
     @property
+    def hidden_shape(self) -> tuple[int, ...]:
+        """The shape of an array of several dimensions, of which functions get flat points; () of all else."""
+        is_array = self.parameters is None and self.tree is None and not self._fields
+        return self.specs[0].shape if is_array and len(self.specs[0].shape) > 1 else ()
+
+    @property
     def has_fields(self) -> bool:
         """Return True if these are of Partitions."""
         return bool(self._fields)
@@ -384,7 +390,8 @@ class FieldOfTerm:
             raise TypeError(f"{kind} is for real numbers, and x0 is complex; give its parts as two arrays")
         place = 0 if name is None else names.index(name)
         spec, part = specs[place], unknowns.field(place)
-        self._kind, self._named, self._spec, self._part, self._mesh = kind, named, spec, part, mesh
+        self._kind, self._named, self._part, self._mesh = kind, named, part, mesh
+        self.name: str = spec.name
         self.is_cut = part is not None or (spec.is_split and unknowns.is_split)
         self.start: int = unknowns.start_of(place) if named is None else named.layout.piece_of[spec.name].start
         self.shape: tuple[int, ...] = spec.shape  # of the whole array
@@ -413,7 +420,7 @@ class FieldOfTerm:
             return self._part
         from mpishard.parameters.partition import Partition  # with MPI
 
-        return Partition(self._named[self._spec.name], self._mesh, shape=self.shape, box=self.box)
+        return Partition(self._named[self.name], self._mesh, shape=self.shape, box=self.box)
 
     def values(self, what: str, given: Any, least: float = -np.inf, most: float = np.inf) -> np.ndarray:
         """A number or array of the user's, checked, for each element of this rank, flat in float64."""

@@ -19,10 +19,11 @@ Array = Any
 
 _EXHAUSTED = 2.0**5  # in units of rounding: what is left of an image, beside the largest one, when there are no more
 _NEGLIGIBLE = 1e-11  # the norm of what is left of an image of prior noise, whose eigenvalues are about as large
+_DOUBTFUL = 2.0**8  # in units of the root of rounding: what is left, beside the image, may be errors of the solves
 _NEGATIVE = 1e-4  # the cosine of a vector and its product with the precision, below 0, which is not from errors
 _APART = 1e-2  # the relative difference of two numbers that are equal where the operators of a prior belong together
 _SAME = 1e-6  # the relative difference by which a point and a prior may differ from those of a checkpoint
-_OPTIONS = ("rank", "oversampling", "seed")
+_OPTIONS = ("rank", "oversampling", "power_iterations", "seed")
 _BLOCK = 1 << 12  # elements of the basis that are turned at once
 
 
@@ -31,9 +32,11 @@ class DoublePass(Method):
     """The dominant eigenpairs of ``H u = lambda R u``, H the Hessian at the start and R the inner product.
 
     The point does not move, and all that is wanted are products.  The first pass multiplies random directions; the
-    inverse of R times the products, orthonormal in the inner product of R, is a basis.  The second pass multiplies the
-    basis, and so gives H in it, whose eigenpairs are those wanted.  Where the products of new directions lie in the
-    basis already, the first pass ends before its time.
+    inverse of R times the products, orthonormal in the inner product of R, is a basis.  Power iterations multiply the
+    basis, and make another one of the products, nearer to the eigenvectors wanted (Halko, algorithm 4.4: as the inverse
+    of R times H is self-adjoint, one product a vector).  The second pass multiplies the last basis, and so gives H in
+    it, whose eigenpairs are those wanted.  Where the products of new directions lie in the basis already, but for
+    errors, the first pass ends before its time.
 
     Parameters
     ----------
@@ -43,6 +46,8 @@ class DoublePass(Method):
         How many eigenpairs are kept: those whose eigenvalues are the largest in size.
     oversampling : int
         How many more directions there are; with `rank` at most as many as elements.
+    power_iterations : int
+        How often the basis is multiplied and made again.
     seed : int
         Of the directions.
     factor : callable or None
@@ -67,13 +72,19 @@ class DoublePass(Method):
 
     rank: int = 100
     oversampling: int = 10
+    power_iterations: int = 0
     seed: int = 0
     factor: Callable[[Array], Array] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("rank", 1), ("oversampling", 0), ("seed", 0)):
+        for name, least in (("rank", 1), ("oversampling", 0), ("power_iterations", 0), ("seed", 0)):
             object.__setattr__(self, name, integer(name, getattr(self, name), least=least))
+
+    @property
+    def most_products(self) -> int:
+        """The most Hessian products that are wanted."""
+        return (2 + self.power_iterations) * (self.rank + self.oversampling)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -85,20 +96,22 @@ class DoublePass(Method):
 
 @dataclass(frozen=True)
 class _Course:
-    """How far the two passes have come, as plain numbers."""
+    """How far the passes have come, as plain numbers."""
 
+    power: int = 0  # power iterations that have begun
     second: bool = False  # in the second pass
     next: int = 0  # the number of the vector whose product is wanted, in its row
-    count: int = 0  # vectors of the basis
-    largest: float = 0.0  # the norm of the largest image of a direction
+    end: int = 0  # of the vectors whose products this pass wants
+    count: int = 0  # vectors of the basis that is made, or has been made
+    largest: float = 0.0  # the norm of the largest image of this pass
     identity: tuple[float, ...] = ()  # sums over the point and the prior, which tell them from others; after `begin`
 
 
 class DoublePassMinimizer(Minimizer):
-    """The two passes.  Methods are collective over the ranks of the space.
+    """The passes.  Methods are collective over the ranks of the space.
 
-    A row has a direction, then the vector of the basis that is made of its product, and at the end an eigenvector, in
-    the order of `eigenvalues`; rows behind these are 0.
+    A row has a direction, then a vector of the basis that is made of products, and at the end an eigenvector, in the
+    order of `eigenvalues`; rows behind these are 0. A power iteration makes a basis in the rows of the one before.
     """
 
     method: DoublePass
@@ -110,7 +123,7 @@ class DoublePassMinimizer(Minimizer):
         self.eigenvalues: list[float] = []  # after the end: those kept, from the top, then the others by size
         self._course = _Course()
         self._tops: list[float] = []  # the largest elements of the vectors of the basis
-        self._columns: list[list[float]] = []  # of the Hessian in the basis
+        self._columns: list[list[float]] = []  # each image of a pass in the basis; then those of the Hessian in it
 
     @property
     def direction(self) -> Array:
@@ -140,7 +153,7 @@ class DoublePassMinimizer(Minimizer):
         self.eigenvalues, self._tops, self._columns = [], [], []
         self.vectors[...] = 0
         self.note_written()
-        self._course = _Course(identity=self._check_prior())
+        self._course = _Course(end=len(self.vectors), identity=self._check_prior())
         self._draw()
         return 0
 
@@ -203,38 +216,64 @@ class DoublePassMinimizer(Minimizer):
             self._extend(product)
 
     def _extend(self, product: Array) -> None:
-        """Make of a product the next vector of the basis, orthonormal to the others."""
-        number, image = self._course.next, self._solve(product)
-        norm = self._norm(image, product)
-        largest = max(self._course.largest, norm)
-        self._course = replace(self._course, largest=largest)
-        least = max(_EXHAUSTED * self.epsilon * largest, 0.0 if self.limits.factor is None else _NEGLIGIBLE)
-        dual, turns, before = product, 0, math.inf
+        """Make of a product the next vector of the basis, orthonormal to the others, if anything is left of it."""
+        course, image = self._course, self._solve(product)
+        norm = whole = self._norm(image, product)
+        self._course = course = replace(course, largest=max(course.largest, whole))
+        least = max(_EXHAUSTED * self.epsilon * course.largest, 0.0 if self.limits.factor is None else _NEGLIGIBLE)
+        column, left, dual, turns, before = np.zeros(course.count), image.copy(), product, 0, math.inf
         # A vector that a turn has shortened has errors along the basis.  The solve has errors, too: at least two turns.
         while norm > least and (turns < 2 or norm < 0.5 * before):
             before = norm
-            coefficients = [-each for each in self.space.row_dots(self.vectors[:number], self._tops, dual, norm)]
-            exact.combine(self.vectors, range(number), coefficients, image, 1.0, image)
-            dual, turns = self._apply(image), turns + 1
-            norm = self._norm(image, dual)
+            coefficients = self.space.row_dots(self.vectors[: course.count], self._tops, dual, norm)
+            column += coefficients
+            exact.combine(self.vectors, range(course.count), [-each for each in coefficients], left, 1.0, left)
+            dual, turns = self._apply(left), turns + 1
+            norm = self._norm(left, dual)
+        if least < norm < _DOUBTFUL * math.sqrt(self.epsilon) * whole:
+            least = max(least, self._error_left(product, image, whole, column))
         if not math.isfinite(norm):
             self._end("not finite")
-        elif norm == 0 and self._is_negative(image, dual):
+        elif norm == 0 and self._is_negative(left, dual):
             self._end("indefinite")
-        elif not norm > least:
-            self.vectors[number:] = 0
-            self.note_written()
-            self._turn()
-        else:
-            row = self.vectors[number]
-            exact.combine(self.vectors, [], [], image, 1 / norm, row)
+        elif norm > least:
+            row = self.vectors[course.count]
+            exact.combine(self.vectors, [], [], left, 1 / norm, row)
             self._tops += self.space.largest(row)
-            self.note_written(number)
-            self._course = replace(self._course, next=number + 1, count=number + 1)
-            if number + 1 < len(self.vectors):
-                self._draw()
-            else:
-                self._turn()
+            self._columns.append([*column.tolist(), norm])
+            self.note_written(course.count)
+            self._course = replace(course, count=course.count + 1)
+            self._go_on()
+        elif course.power:
+            self._go_on()
+        else:  # of other directions nothing is left, either
+            self._turn()
+
+    def _error_left(self, product: Array, image: Array, whole: float, column: np.ndarray) -> float:
+        """How large what is left of an image is by errors of the solve and by rounding alone, about.
+
+        `column` is the image in the basis, so that what is left is the image less multiples of those before. All have
+        an error as large as this one, beside their norms: that of the solve, by its residual.
+        """
+        residual = product - self._apply(image)
+        error = self._norm(self._solve(residual), residual)
+        count = len(self._columns)
+        images = np.zeros((count, count))
+        for number, each in enumerate(self._columns):
+            images[: number + 1, number] = each
+        multiples = small.solve_lower(images[::-1, ::-1], column[::-1, None])[::-1, 0]
+        norms = [math.sqrt(small.dot(each, each)) / whole for each in self._columns]
+        return error * (1 + small.dot(abs(multiples).tolist(), norms))
+
+    def _go_on(self) -> None:
+        """Want the next product of this pass, or turn to the next pass."""
+        course = self._course
+        if course.next + 1 == course.end:
+            self._turn()
+            return
+        self._course = replace(course, next=course.next + 1)
+        if not course.power:
+            self._draw()
 
     def _norm(self, vector: Array, dual: Array) -> float:
         """The norm of a vector from its product with the precision."""
@@ -247,10 +286,19 @@ class DoublePassMinimizer(Minimizer):
         return product < -_NEGATIVE * math.sqrt(squares[0]) * math.sqrt(squares[1])
 
     def _turn(self) -> None:
-        """Begin the second pass, if there is a basis."""
-        self._course = replace(self._course, second=True, next=0)
-        if not self._course.count:
+        """Begin the next pass, if there is a basis."""
+        course = self._course
+        if course.count < course.end:
+            self.vectors[course.count :] = 0
+            self.note_written()
+        self._course = course = replace(course, next=0, end=course.count)
+        if not course.count:
             self._end("rank")
+        elif course.power < self.method.power_iterations:
+            self._course = replace(course, power=course.power + 1, count=0, largest=0.0)
+            self._tops, self._columns = [], []
+        else:
+            self._course, self._columns = replace(course, second=True), []
 
     def _project(self, product: Array) -> None:
         """Take the Hessian times a vector of the basis."""
@@ -258,7 +306,7 @@ class DoublePassMinimizer(Minimizer):
         (square,) = self.space.measured_dots((self.direction, product))
         basis = self.vectors[: course.count]
         self._columns.append(self.space.row_dots(basis, self._tops, product, abs(square)))
-        if course.next + 1 < course.count:
+        if course.next + 1 < course.end:
             self._course = replace(course, next=course.next + 1)
         elif np.isfinite(self._columns).all():
             self._find_eigenpairs()

@@ -155,7 +155,8 @@ class LinearMethod(ABC):
                 f"{', '.join(f'{each:.12g}' for each in own)}; give each problem its own folder, or resume=False"
             )
         order, size = self._order
-        if not abs(float(numbers["order"]) - order) <= _SAME_ROWS * size:
+        # A checkpoint from before there was this number says nothing of the order.
+        if not abs(float(numbers.get("order", order)) - order) <= _SAME_ROWS * size:
             raise ValueError(
                 "the checkpoint does not fit A: its rows had another order.  Give them in the order in which they were "
                 "saved, rank after rank: runs of consecutive rows have one on any ranks; or resume=False"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpishard.arguments import listed
+from mpishard.arguments import listed, number, without_dimensions
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import agree_on_settings, opening
 from mpishard.comm.errors import raised_on_all
@@ -273,20 +273,24 @@ class ModuleOptimizer(torch.optim.Optimizer):
         ValueError
             On every rank, for another norm than 2 of divided gradients; or if not all ranks have called it with the
             same arguments, which is found here where ranks divide the gradients, else by `step`.
+        TypeError
+            If `max_norm` or `norm_type` is no number.
         """
+        max_norm = number("max_norm", without_dimensions(max_norm), least=0, finite=False)
+        norm_type = number("norm_type", without_dimensions(norm_type), finite=False)
         hooks, state = self._hooks, self.optimizer.state
-        call = f"max_norm={float(max_norm):g} norm_type={float(norm_type):g}"
+        call = f"max_norm={max_norm:g} norm_type={norm_type:g}"
         if hooks.complete():
             if hooks.announce is None:
                 hooks.clips.append(call)
             tensors = list(hooks.tensors.values())
             return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, foreach=foreach)
         if norm_type != 2:
-            raise ValueError(f"norm_type={norm_type}: ranks divide the gradients, and measure their 2-norm alone")
+            raise ValueError(f"norm_type={norm_type:g}: ranks divide the gradients, and measure their 2-norm alone")
         strategy, inspection = state.strategy, state.on_rank.inspection
         hooks.end_sums()
         if hooks.announce is not None:
-            hooks.announce(CLIP, lambda: (float(max_norm),))
+            hooks.announce(CLIP, lambda: (max_norm,))
         strategy.reducer.finalize()
         divisor = (hooks.divide_by or strategy.axis.size) * self.parameters.loss_scale
         hooks.clips.append(call)
@@ -295,7 +299,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         settings, ranks = self.optimizer.settings, strategy.sync_group
         top = agree_on_step(ranks, self.parameters, None, None, settings, inspection.largest())
         norm = inspection.norm_of(top) / divisor if math.isfinite(top) else math.inf
-        factor = clip_factor(norm, float(max_norm))
+        factor = clip_factor(norm, max_norm)
         for gradient in strategy.gradients():
             gradient *= factor
         return torch.tensor(norm, dtype=self._state.dtype, device=next(iter(hooks.tensors.values())).device)

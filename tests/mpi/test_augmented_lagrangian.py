@@ -111,6 +111,11 @@ def test_checkpoints_of_others_are_refused(mesh, folder):
                 bounds=(None, 1.5),
                 **given,
             )
+    with mpishard.Checkpoints(folder / "elastic", mesh) as checkpoints:
+        elastic = {"mesh": mesh, "checkpoints": checkpoints, "resume": True, "elastic": True}
+        solved(maxiter=2, **elastic)
+        with pytest.raises(ValueError, match="elastic is of augmented_lagrangian.* without constraints"):
+            minimize(PROBLEM.value_and_gradient, PROBLEM.x0, bounds=(None, 1.5), **elastic)
 
 
 def test_limits_of_parts(mesh, same_on_all, folder):

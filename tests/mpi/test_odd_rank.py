@@ -348,6 +348,7 @@ TABLE = [
         {"rank": 3},
         {"rank": 0},
         {"oversampling": 0},
+        {"power_iterations": 1},
         {"seed": 1},
         {"prior": mpishard.OperatorPrior(np.positive, np.positive)},
         {"prior": 3},

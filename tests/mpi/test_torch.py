@@ -754,8 +754,13 @@ def test_steps_and_norms_are_those_of_fsdp2(mesh, gloo, name):
                 with optimizer.no_sync() if number < step else contextlib.nullcontext():
                     own_loss(mesh, module, name, step + number).backward()
             torch.testing.assert_close(optimizer.clip_grad_norm_(max_norm), found[step], rtol=1e-9, atol=0)
-            with pytest.raises(ValueError, match="norm_type=1"):
-                optimizer.clip_grad_norm_(max_norm, 1)
+            for given, error in (
+                ((max_norm, 1), "norm_type=1"),
+                ((None,), "max_norm=None"),
+                ((-1.0,), "max_norm=-1.0"),
+            ):
+                with pytest.raises((TypeError, ValueError), match=error):
+                    optimizer.clip_grad_norm_(*given)
             optimizer.step()
         optimizer.close()
         own = {name: p.detach() for name, p in module.named_parameters()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -346,6 +347,36 @@ def test_a_function_with_terms() -> None:
     assert both(x)[0] == pytest.approx(expected, rel=1e-15)
     smooth = mpishard.minimize(mpishard.regularized(lambda y: misfit(y - x), Tikhonov(weight=1e6)), 0 * x)
     assert smooth.success and np.ptp(smooth.x) < 1e-3
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_terms_take_the_shape_of_x0(nested: bool) -> None:
+    """Functions get flat points of an array of several dimensions."""
+    goal, size = np.random.default_rng(1).standard_normal((5, 6)), 30
+    term, other = Tikhonov(weight=0.5, spacing=(0.5, 2.0)), SmoothedTotalVariation(epsilon=0.3)
+
+    def near(x: Array) -> tuple[float, Array]:
+        assert x.shape == (size,)
+        return misfit(x - goal.reshape(-1))
+
+    def function(*terms: Any) -> Any:
+        if not nested:
+            return mpishard.regularized(near, terms)
+        return mpishard.regularized(mpishard.regularized(near, [mpishard.L1(0.1), *terms[:1]]), terms[1:])
+
+    start, options = np.zeros((5, 6)), {"maxiter": 5}
+    known = function(*(dataclasses.replace(each, shape=(5, 6)) for each in (term, other)))
+    expected = mpishard.minimize(known, start.reshape(-1), options=options)
+    found = mpishard.minimize(function(term, other), start, options=options)
+    assert np.array_equal(found.x.reshape(-1), expected.x) and found.fun == expected.fun
+    values = [
+        mpishard.check_gradient(*each, disp=False).value for each in ((known, goal), (function(term, other), goal))
+    ]
+    assert values[0] == values[1] > 0
+    if not nested:
+        none = {"constraints": lambda x: x[:1], "adjoint": lambda x, v: v * np.eye(size)[0]}
+        ends = [mpishard.augmented_lagrangian(fun, start, **none).x for fun in (known, function(term, other))]
+        assert np.array_equal(*ends)
 
 
 def test_args_are_not_taken_for_samples() -> None:

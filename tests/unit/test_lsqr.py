@@ -202,6 +202,8 @@ def test_rows_in_another_order_are_found_at_any_iteration(kind, start, damp):
             with pytest.raises(ValueError, match="A: its rows had another order"):
                 other.restore(method.numbers())
         method.step()
+    method.restore({name: each for name, each in rounded.numbers().items() if name != "order"})  # of earlier code
+    assert method.progress == rounded.progress
 
 
 @pytest.mark.parametrize("kind", [LSQR, CGLS])

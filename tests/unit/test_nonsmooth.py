@@ -346,7 +346,7 @@ def run(term: Any, x0: Any = ZEROS, **given: Any) -> Any:
         (lambda: run(TotalVariation(1.0), np.zeros((1, 1, 1, 2))), "one to three dimensions"),
         (lambda: run(TotalVariation(1.0), {"a": ZEROS, "b": ZEROS}), "2 arrays.*TotalVariation"),
         (lambda: run(TotalVariation(1.0, name="c"), {"a": ZEROS}), "no array 'c'"),
-        (lambda: run([TotalVariation(1.0), TotalVariation(2.0)]), "2 TotalVariation terms are of one field"),
+        (lambda: run([TotalVariation(1.0), TotalVariation(2.0)]), "2 TotalVariation terms are of the array 'x'"),
         (lambda: run([TotalVariation(1.0), L1(2.0)]), "TotalVariation and L1"),
         (lambda: run(TotalVariation(1.0), ZEROS + 1j), "TotalVariation is for real numbers"),
         (lambda: run(TotalVariation(1.0), method="CG"), "'CG' takes no TotalVariation terms; method='L-BFGS-B'"),
@@ -374,7 +374,7 @@ def run(term: Any, x0: Any = ZEROS, **given: Any) -> Any:
         (lambda: run(GroupL1(1.0, axis=1)), r"GroupL1: axis=\(1,\).*\(6,\)"),
         (lambda: run(GroupL1([1.0, 2.0], groups=[0, 1, 2, 0, 0, 0])), "2 weights, and none for the group 2"),
         (lambda: run(GroupL1([1.0, -2.0], groups=[0, 1, 1, 0, 0, 0])), "weight -2"),
-        (lambda: run([GroupL1(1.0, axis=0), GroupL1(2.0, axis=0)]), "2 GroupL1 terms are of one array"),
+        (lambda: run([GroupL1(1.0, axis=0), GroupL1(2.0, axis=0)]), "2 GroupL1 terms are of the array 'x'"),
     ],
 )
 def test_what_is_refused(call: Callable[[], Any], words: str) -> None:
