@@ -119,7 +119,7 @@ def test_steps_are_those_of_one_process(tensor_mesh, zero):
 def test_layers_with_one_input_share_the_sum_of_its_gradient(tensor_mesh):
     """A layer has four groups of them: queries, keys and values; up; mix, whose output is gathered; and the head."""
     module = fresh()
-    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=PLAN)
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=PLAN, check_plan=False)
     tensor_mesh.ledger.clear()
     loss_of(module, words_of(0)).backward()
     calls = {name: found["calls"] for name, found in tensor_mesh.ledger.summary().items() if "activation" in name}
@@ -423,6 +423,89 @@ def test_a_sum_of_gradients_that_are_the_same_is_found_in_the_first_step(tensor_
         optimizer.step()
     optimizer.close()
     assert_same_parameters(module, before, atol=0)
+
+
+class Between(torch.nn.Module):
+    """Two layers with a function of features between them, behind one whose output is gathered."""
+
+    def __init__(self, function, features, kept):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = torch.nn.Linear(WIDTH, features), torch.nn.Linear(kept, WIDTH)
+        torch.nn.init.zeros_(self.down.weight)  # as the last layer of a residual branch may be
+        self.function = function
+
+    def forward(self, x, cache=None):
+        x = self.first(x)
+        return self.last(x + self.down(self.function(x, self.up(x))))
+
+
+BETWEEN = {"first": "colwise_gather_output", "up": "colwise", "down": "rowwise", "last": "colwise_gather_output"}
+
+
+def _odd_is_refused(x, y):
+    if y.shape[-1] % 2:
+        raise ValueError(f"odd number of features: {y.shape[-1]}")
+    return y
+
+
+@needs_ranks
+@pytest.mark.parametrize("zero", [0, *variants.full(3)])
+@pytest.mark.parametrize(
+    ("function", "features", "kept", "message"),
+    [
+        (lambda x, y: torch.mul(*y.chunk(2, -1)), 12, 6, "the input of 'down' differs.*colwise_gather_output"),
+        (lambda x, y: y.softmax(-1), 12, 12, "the input of 'down' differs"),
+        (_odd_is_refused, 7, 7, "odd number"),
+    ],
+    ids=["halves", "softmax", "one_rank"],
+)
+def test_code_that_mixes_cut_features_is_found_in_the_first_pass(tensor_mesh, zero, function, features, kept, message):
+    module = fresh(kind=Between, function=function, features=features, kept=kept)
+    before = copy.deepcopy(module)
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, zero=zero, plan=BETWEEN)
+    x = torch.linspace(-1, 1, 4 * WIDTH).double().reshape(4, WIDTH)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            module(x)
+    assert module.training and module.up.training
+    optimizer.close()
+    assert_same_parameters(module, before, atol=0)
+    if features % 2 == 0:
+        optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, zero=zero, plan=BETWEEN, check_plan=False)
+        module(x)
+        optimizer.close()
+
+
+@needs_ranks
+def test_a_tensor_that_is_whole_beside_cut_features_is_found_in_the_first_step(tensor_mesh):
+    """Numbers of the pass are right, and gradients are not: of this tensor each rank has a term."""
+    module = fresh(kind=Between, function=lambda x, y: y * x.mean(-1, keepdim=True), features=12, kept=12)
+    torch.nn.init.ones_(module.down.weight)
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=BETWEEN)
+    module(torch.linspace(-1, 1, 4 * WIDTH).double().reshape(4, WIDTH)).square().sum().backward()
+    with pytest.raises(ValueError, match="gradients of the input of 'up'.*differ"):
+        optimizer.step()
+    optimizer.close()
+
+
+@needs_ranks
+def test_the_check_of_a_pass_leaves_no_trace_and_says_where_it_was_not_made(tensor_mesh, capsys):
+    module = fresh(kind=Between, function=lambda x, y: torch.tanh(y), features=12, kept=12)
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=BETWEEN)
+    x = torch.ones(4, WIDTH).double()
+    state = torch.get_rng_state()
+    module(x, cache=object()).sum().backward()
+    optimizer.step()
+    said = tensor_mesh.world.allgather_object(capsys.readouterr().err)
+    assert ["not compared with the whole module" in text for text in said] == [True] + [False] * (len(said) - 1)
+    tensor_mesh.ledger.clear()
+    module(x)
+    calls = tensor_mesh.ledger.summary()["tensor.all_gather activations"]["calls"]
+    module(x)
+    assert tensor_mesh.ledger.summary()["tensor.all_gather activations"]["calls"] == calls + calls // 2
+    assert torch.equal(torch.get_rng_state(), state)
+    optimizer.close()
 
 
 @needs_ranks
