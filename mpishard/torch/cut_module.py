@@ -33,11 +33,20 @@ from mpishard.torch.units import HOW_TO_SAVE, plain_name, tensors_in
 
 
 class TensorPart(NamedTuple):
-    """How a parameter is cut: rank r has ``[offsets[r], offsets[r + 1])`` of a dimension."""
+    """How a parameter is cut: rank r has ``[offsets[r], offsets[r + 1])`` of a dimension.
+
+    Of each of the layers that are `packed` there.
+    """
 
     dim: int
+    packed: int
     offsets: tuple[int, ...]
     shape: tuple[int, ...]  # of the whole
+
+    def runs(self, rank: int) -> list[tuple[int, int]]:
+        """What a rank has of the dimension: a start and a length for each packed layer."""
+        start, stop = self.offsets[rank : rank + 2]
+        return [(layer * self.offsets[-1] + start, stop - start) for layer in range(self.packed)]
 
 
 @dataclass(frozen=True)
@@ -170,19 +179,18 @@ class CutModule:
         if part is None:
             return ParameterSpec(name, shape, partial=name in self._terms)
         boxes = []
-        for start, stop in zip(part.offsets, part.offsets[1:], strict=False):
+        for start, length in (run for rank in range(self._axis.size) for run in part.runs(rank)):
             box = list(whole_box(part.shape))
-            box[part.dim] = (start, stop)
+            box[part.dim] = (start, start + length)
             boxes.append(tuple(box))
-        return ParameterSpec(name, part.shape, parts=tuple(boxes))
+        return ParameterSpec(name, part.shape, parts=tuple(boxes), packed=part.packed)
 
     def own_part(self, name: str, whole: Any) -> Any:
-        """This rank's part of a parameter, as a view. Not collective."""
+        """This rank's part of a parameter. Not collective."""
         part = self._parts.get(name)
         if part is None:
             return whole
-        start, stop = part.offsets[self._axis.rank : self._axis.rank + 2]
-        return whole.narrow(part.dim, start, stop - start)
+        return torch.cat([whole.narrow(part.dim, *run) for run in part.runs(self._axis.rank)], part.dim)
 
     def whole(self, name: str, own: Any) -> Any:
         """A parameter, from the parts of all ranks; the parameter itself if it is not cut."""
@@ -191,7 +199,8 @@ class CutModule:
             return own
         values = own.detach().contiguous()
         one = values.numel() // values.shape[part.dim]
-        counts = [one * length for length in run_lengths(part.offsets)]
+        lengths = [part.packed * length for length in run_lengths(part.offsets)]
+        counts = [one * length for length in lengths]
         joined = torch.empty(sum(counts), dtype=own.dtype, device=own.device)
         nbytes = [count * own.element_size() for count in counts]
         finish_stream(values)
@@ -200,10 +209,10 @@ class CutModule:
         arrays.ready(memory)
         shape = list(own.shape)
         found = []
-        for values, length in zip(joined.split(counts), run_lengths(part.offsets), strict=True):
+        for values, length in zip(joined.split(counts), lengths, strict=True):
             shape[part.dim] = length
-            found.append(values.view(shape))
-        return torch.cat(found, part.dim)
+            found.append(values.view(shape).chunk(part.packed, part.dim))
+        return torch.cat([packed for layer in zip(*found, strict=True) for packed in layer], part.dim)
 
     def cut(self, buffers: Mapping[str, Any]) -> None:
         """Leave this rank its part of each parameter, with the values of tensor rank 0, and cut the passes."""
@@ -212,7 +221,7 @@ class CutModule:
         for name, p in self._tensors.items():
             broadcast_values(p, self._axis)
             if name in self._parts:
-                p.data = self.own_part(name, p.detach()).clone(memory_format=torch.contiguous_format)
+                p.data = self.own_part(name, p.detach()).contiguous()
                 p.grad = None
         # torch.compile would try to trace the messages.
         own = CutModule._run, CutModule._check_input, CutModule._before, CutModule._after
@@ -295,7 +304,7 @@ class CutModule:
 
     def _run(self, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of a layer that is cut."""
-        (x,) = (*args, *kwargs.values())
+        x, *others = (*args, *kwargs.values())
         cut, own = layer.cut, layer.cut.layer
         if self._record is not None and cut.kind != "Embedding":
             self._record.note(layer.takes, self._own_columns(layer, x) if self._summoned else x)
@@ -303,6 +312,10 @@ class CutModule:
             return layer.own(*args, **kwargs)
         if cut.kind == "Embedding":
             return self._look_up(layer, x)
+        if cut.kind == "experts":
+            chosen, weights = others
+            y = layer.own(self._enter_once(layer, x), chosen, moved(weights, self._enter))
+            return self._gradients.watch(layer.gives, self._moved(y, self._leave))
         weight = own.weight.t() if cut.kind == "Conv1D" else own.weight
         if cut.style.cuts == "outputs":
             y = torch.nn.functional.linear(self._enter_once(layer, x), weight, own.bias)
@@ -324,7 +337,7 @@ class CutModule:
     def _own_columns(self, layer: _Layer, x: Any) -> Any:
         """What a layer gets on this rank, of its input in the whole module."""
         cut = layer.cut
-        if cut.style.cuts == "outputs" or cut.style.whole:
+        if cut.style.cuts != "inputs" or cut.style.whole:
             return x
         start, stop = cut.offsets[self._axis.rank : self._axis.rank + 2]
         return x[..., start:stop]
@@ -451,7 +464,7 @@ class CutModule:
     def _check_input(self, cut: LayerCut, layer: Any, args: Any) -> None:
         """Raise unless an input has as many columns as this rank has of the layer; not collective."""
         self._check_alive()
-        if cut.kind == "Embedding" or not args or self._summoned:
+        if cut.kind in ("Embedding", "experts") or not args or self._summoned:
             return
         weight = layer.weight.t() if cut.kind == "Conv1D" else layer.weight
         columns = cut.offsets[-1] if cut.style.whole and cut.style.cuts == "inputs" else weight.shape[1]
@@ -495,17 +508,17 @@ class CutModule:
 
 def _whole_activations(layer: _Layer) -> Iterator[str]:
     """What a layer takes and gives that all ranks have whole."""
-    cuts_outputs, whole = layer.cut.style.cuts == "outputs", layer.cut.style.whole
-    if layer.cut.kind != "Embedding" and (cuts_outputs or whole):
+    cuts, whole = layer.cut.style.cuts, layer.cut.style.whole
+    if layer.cut.kind != "Embedding" and (cuts != "inputs" or whole):
         yield layer.takes
-    if whole or not cuts_outputs:
+    if cuts != "outputs" or whole:
         yield layer.gives
 
 
 def _parts_of(module: Any, cuts: list[LayerCut], tensors: Mapping[str, Any]) -> dict[str, TensorPart]:
     """How the parameters are cut, by name.  Raises ValueError if layers that share one do not cut it alike."""
     names = {id(p): name for name, p in tensors.items()}
-    wanted = {(id(cut.layer), key): (dim, cut.offsets) for cut in cuts for key, dim in cut.dimensions.items()}
+    wanted = {(id(cut.layer), key): (*how, cut.offsets) for cut in cuts for key, how in cut.dimensions.items()}
     found: dict[str, TensorPart] = {}
     cut_by: dict[int, tuple[str, Any]] = {}
     for path, layer in module.named_modules():
@@ -525,7 +538,7 @@ def _parts_of(module: Any, cuts: list[LayerCut], tensors: Mapping[str, Any]) -> 
                     raise ValueError(
                         f"parameter {names[id(p)]!r} is complex, and cannot be cut: leave its layer out of the plan"
                     )
-                found[names[id(p)]] = TensorPart(how[0], how[1], tuple(p.shape))
+                found[names[id(p)]] = TensorPart(*how, tuple(p.shape))
     return found
 
 

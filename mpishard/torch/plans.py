@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mpishard.arguments import kind_of, listed
+from mpishard.arguments import integer, kind_of, listed
 from mpishard.layout.boxes import run_lengths, split
 from mpishard.torch.units import plain_name
 
@@ -28,6 +28,8 @@ class Style:
     cuts: str
     whole: bool = False  # these features are whole outside of the layer: gathered behind it, or cut in front of it
     sums: bool = False  # each rank has a term of the gradients of the layer
+    packed: int = 1  # the features are those of so many layers in one, of one size, each of which is cut
+    experts: bool = False  # a layer of experts, whose parameters have styles of their own
 
 
 _STYLES = {
@@ -41,6 +43,8 @@ _STYLES = {
     "embedding_colwise": Style("outputs", whole=True),
     "replicate": Style(""),
     "replicated_with_grad_allreduce": Style("", sums=True),
+    "packed_colwise": Style("outputs", packed=2),
+    "moe_tp_experts": Style("features", experts=True),
 }
 # The dimension of a parameter that is cut, by the kind of layer and the features.
 _DIMENSIONS = {
@@ -58,23 +62,24 @@ _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
 @dataclass(frozen=True)
 class LayerCut:
-    """A layer that is cut: rank r of the tensor axis has the features ``[offsets[r], offsets[r + 1])``."""
+    """A layer that is cut: rank r of the tensor axis has the features ``[offsets[r], offsets[r + 1])``.
+
+    Of each of the layers that are packed in it. `dimensions` has by the name of a parameter the dimension that is cut,
+    and how many are packed there; the other parameters stay whole.
+    """
 
     path: str
     layer: Any
-    kind: str  # "Linear", "Conv1D" or "Embedding"
+    kind: str  # "Linear", "Conv1D", "Embedding" or "experts"
     style: Style
     offsets: tuple[int, ...]
-
-    @property
-    def dimensions(self) -> dict[str, int]:
-        """The dimension that is cut of each parameter; the other parameters stay whole."""
-        own = self.layer._parameters
-        return {key: dim for key, dim in _DIMENSIONS[self.kind, self.style.cuts].items() if own.get(key) is not None}
+    dimensions: Mapping[str, tuple[int, int]]
 
 
 def styles_of(module: Any, plan: Any) -> dict[str, Style]:
     """The style of each layer that a plan names, by its path; without a plan those of the module's own.
+
+    Also of parameters, where a plan names those of experts.
 
     Raises TypeError or ValueError if the plan is no mapping, has a style that is not known, names what is not there,
     or gives a layer two styles.  Patterns of the module's own plan may match nothing.
@@ -92,8 +97,8 @@ def styles_of(module: Any, plan: Any) -> dict[str, Style]:
     for pattern, value in plan.items():
         if not isinstance(pattern, str):
             raise TypeError(f"a pattern of the plan must be the name of a layer, in which * is a part, got {pattern!r}")
-        matches = [path for path in paths if _fits(pattern, path)]
-        if own and not (matches or any(_fits(pattern, name) for name in names)):
+        matches = [each for each in (*paths, *names) if _fits(pattern, each)]
+        if own and not matches:
             continue
         style = _style_of(pattern, value, "the module's own plan" if own else "the plan")
         if not matches:
@@ -101,11 +106,19 @@ def styles_of(module: Any, plan: Any) -> dict[str, Style]:
                 f"the plan names {pattern!r}, and the module has no such layer; it has {listed(paths)}: see "
                 "module.named_modules()"
             )
-        for path in matches:
-            before, known = found.setdefault(path, (pattern, style))
+        for each in matches:
+            before, known = found.setdefault(each, (pattern, style))
             if known != style:
-                raise ValueError(f"{before!r} and {pattern!r} of the plan give {path!r} two styles: leave one out")
-    return {path: style for path, (_, style) in found.items()}
+                raise ValueError(f"{before!r} and {pattern!r} of the plan give {each!r} two styles: leave one out")
+    styles = {each: style for each, (_, style) in found.items()}
+    for name in {*names}.intersection(styles):
+        owner = styles.get(name.rpartition(".")[0])
+        if owner is None or not owner.experts:
+            raise ValueError(
+                f"{found[name][0]!r} of the plan is the parameter {name!r}: name its layer; only parameters of "
+                "experts, which have 'moe_tp_experts', have styles of their own"
+            )
+    return styles
 
 
 def _fits(pattern: str, path: str) -> bool:
@@ -114,6 +127,8 @@ def _fits(pattern: str, path: str) -> bool:
 
 
 def _style_of(pattern: str, value: Any, whose: str) -> Style:
+    if isinstance(value, tuple) and len(value) == 2 and value[0] == "packed_colwise":
+        return Style("outputs", packed=integer(f"the number of layers in {pattern!r}", value[1], least=1))
     if isinstance(value, str):
         if value not in _STYLES:
             raise ValueError(
@@ -161,21 +176,24 @@ def cuts_of(module: Any, styles: Mapping[str, Style], ranks: int) -> list[LayerC
     Raises ValueError if a style cannot cut a layer, or there are fewer features or heads than ranks.
     """
     layers = {plain_name(path): layer for path, layer in module.named_modules()}
-    kinds = {path: _kind_of(path, layers, style) for path, style in styles.items() if style.cuts}
-    extents = {path: _extent(layers[path], kind, styles[path]) for path, kind in kinds.items()}
+    cut = {path: style for path, style in styles.items() if style.cuts and path in layers}
+    kinds = {path: _kind_of(path, layers, style) for path, style in cut.items()}
+    dimensions = {path: _dimensions(path, layers[path], kind, styles) for path, kind in kinds.items()}
+    extents = {path: _extent(path, layers[path], dimensions[path]) for path in kinds}
     found = []
     for path, kind in kinds.items():
         style, extent = styles[path], extents[path]
         parent = path.rpartition(".")[0]
         beside = [extents[each] for each in kinds if each.rpartition(".")[0] == parent and not styles[each].whole]
-        heads = None if style.whole or kind == "Embedding" else _heads(layers[parent], extent, beside)
+        has_heads = not style.whole and kind in ("Linear", "Conv1D")
+        heads = _heads(layers[parent], extent, beside) if has_heads else None
         parts = extent if heads is None else heads
         if parts < ranks:
             raise ValueError(_too_few(path, style, extent, heads, ranks))
         offsets = tuple(cut * (extent // parts) for cut in split(parts, ranks))
-        found.append(LayerCut(path, layers[path], kind, style, offsets))
+        found.append(LayerCut(path, layers[path], kind, style, offsets, dimensions[path]))
         is_uneven = len(set(run_lengths(offsets))) > 1
-        if is_uneven and not style.whole and kind != "Embedding" and (rate := dropout_rate(layers[parent])):
+        if is_uneven and has_heads and (rate := dropout_rate(layers[parent])):
             raise ValueError(
                 f"{path!r} is cut into {listed(run_lengths(offsets), 8)} {style.cuts}, and {parent or 'the module'!r} "
                 f"drops out {rate:g} of its elements: ranks with unlike parts would draw unlike random numbers; set "
@@ -196,6 +214,13 @@ def _too_few(path: str, style: Style, extent: int, heads: int | None, ranks: int
 
 def _kind_of(path: str, layers: Mapping[str, Any], style: Style) -> str:
     layer, parent = layers[path], layers[path.rpartition(".")[0]]
+    if style.experts:
+        if getattr(layer, "is_transposed", False) or getattr(layer, "has_bias", False):
+            raise ValueError(
+                f"the experts {path!r} have biases or transposed weights, and what can be cut have neither: give a "
+                "plan without them, so that they are whole on each rank"
+            )
+        return "experts"
     has_weight = isinstance(layer._parameters.get("weight"), torch.nn.Parameter)
     if has_weight and isinstance(layer, torch.nn.Embedding):
         if style.cuts == "inputs" and layer.scale_grad_by_freq:
@@ -206,17 +231,44 @@ def _kind_of(path: str, layers: Mapping[str, Any], style: Style) -> str:
     if has_weight and is_called:
         if type(layer).forward is torch.nn.Linear.forward:
             return "Linear"
-        if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"):
+        if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf") and style.packed == 1:
             return "Conv1D"
     raise ValueError(
         f"{path!r} is a {type(layer).__name__}, and the plan cuts its {style.cuts}: what can be cut are Linear and "
-        "Embedding that their module calls, and the Conv1D of transformers; name layers within it, or leave it out of "
-        "the plan, so that it is whole on each rank"
+        "Embedding that their module calls, and the Conv1D of transformers, of which nothing is packed; name layers "
+        "within it, or leave it out of the plan, so that it is whole on each rank"
     )
 
 
-def _extent(layer: Any, kind: str, style: Style) -> int:
-    return int(layer.weight.shape[_DIMENSIONS[kind, style.cuts]["weight"]])
+def _dimensions(path: str, layer: Any, kind: str, styles: Mapping[str, Style]) -> dict[str, tuple[int, int]]:
+    """The dimension of each parameter of a layer that is cut, and how many layers are packed along it."""
+    own = {key: p for key, p in layer._parameters.items() if p is not None}
+    style = styles[path]
+    if kind != "experts":
+        dimensions = _DIMENSIONS[kind, style.cuts]
+        return {key: (dim, style.packed) for key, dim in dimensions.items() if key in own}
+    found = {}
+    for key, p in own.items():  # of the shape (experts, outputs, inputs)
+        each = styles.get(f"{path}.{key}")
+        if each is not None and each.cuts in ("outputs", "inputs") and not each.whole and p.dim() == 3:
+            found[key] = 1 if each.cuts == "outputs" else 2, each.packed
+    if {dim for dim, _ in found.values()} != {1, 2}:
+        raise ValueError(
+            f"the experts {path!r} have the parameters {', '.join(own)}, of which the plan cuts "
+            f"{', '.join(found) or 'none'}: it needs 'colwise' or 'packed_colwise' for those in front, and 'rowwise' "
+            "for those behind, each with three dimensions"
+        )
+    return found
+
+
+def _extent(path: str, layer: Any, dimensions: Mapping[str, tuple[int, int]]) -> int:
+    """The number of features that are cut, of each of the layers that are packed in a layer."""
+    sizes = {key: layer._parameters[key].shape[dim] for key, (dim, _) in dimensions.items()}
+    extents = {sizes[key] // packed for key, (_, packed) in dimensions.items()}
+    if len(extents) > 1 or any(sizes[key] % packed for key, (_, packed) in dimensions.items()):
+        each = [f"{sizes[key]} features of {packed} in {key!r}" for key, (_, packed) in dimensions.items()]
+        raise ValueError(f"{path!r} has {', '.join(each)}: packed layers must have one number of features")
+    return int(extents.pop())
 
 
 def _heads(parent: Any, extent: int, beside: Sequence[int]) -> int | None:

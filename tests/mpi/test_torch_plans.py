@@ -117,16 +117,16 @@ def test_steps_are_those_of_one_process(tensor_mesh, zero):
 
 @needs_ranks
 def test_layers_with_one_input_share_the_sum_of_its_gradient(tensor_mesh):
-    """A layer has four groups of them: queries, keys and values; up; mix, whose output is gathered; and the head."""
+    """A layer has five groups of them: queries, keys and values; up; gates; mix, whose output is gathered; and the head."""
     module = fresh()
     optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=PLAN, check_plan=False)
     tensor_mesh.ledger.clear()
     loss_of(module, words_of(0)).backward()
     calls = {name: found["calls"] for name, found in tensor_mesh.ledger.summary().items() if "activation" in name}
     assert calls == {
-        "tensor.all_reduce activations": 1 + 2 * 3,
+        "tensor.all_reduce activations": 1 + 2 * 4,
         "tensor.all_gather activations": 2 + 1,
-        "tensor.all_reduce activation gradients": 2 * 3 + 1,
+        "tensor.all_reduce activation gradients": 2 * 4 + 1,
         "tensor.all_gather activation gradients": 2,
     }
     optimizer.zero_grad()
