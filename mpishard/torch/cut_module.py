@@ -26,7 +26,7 @@ from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
 from mpishard.nn.tensor_parallel import AdjointPair, Copy, GatherColumns, Reduce, ScatterColumns
 from mpishard.torch.buffers import as_fact
 from mpishard.torch.memory import as_array, as_reals, broadcast_values, finish_stream
-from mpishard.torch.plan_checks import NotPlainError, PassRecord, ReplicaGradients, copied
+from mpishard.torch.plan_checks import PassRecord, ReplicaGradients, copied, is_plain
 from mpishard.torch.plans import LayerCut, cuts_of, dropout_rate, styles_of, terms_of
 from mpishard.torch.tensor_ops import moved
 from mpishard.torch.units import HOW_TO_SAVE, plain_name, tensors_in
@@ -101,6 +101,9 @@ class CutModule:
         self._entered: tuple[Any, int, Any] = None, 0, None  # the last input that was entered, its version, the result
         self._drops = dropout_rate(module) > 0
         self._layers = [self._layer_of(cut) for cut in cuts]
+        # Attributes that count heads, each with its value in the whole module.
+        counts = {(id(each.attention), each.name): each for cut in cuts for each in cut.counts}
+        self._counts = [(each, getattr(each.attention, each.name)) for each in counts.values()]
         # Of the trained parameters that are whole: the same on all ranks, or, as `terms`, a term on each.
         wholes = {name: p for name, p in tensors.items() if p.requires_grad and name not in self._parts}
         activations = [what for layer in self._layers for what in _whole_activations(layer)]
@@ -143,7 +146,8 @@ class CutModule:
                 "'rowwise'}, or make the mesh with tensor=1"
             )
         names = {id(p): name for name, p in {**trained, **frozen}.items()}
-        terms = frozenset(names[id(p)] for p in terms_of(module, styles))
+        shared = [p for cut in cuts if cut.shared is not None for p in cut.layer.parameters()]
+        terms = frozenset(names[id(p)] for p in (*terms_of(module, styles), *shared))
         return cls(module, mesh, cuts, {**trained, **frozen}, terms, checks_pass)
 
     @property
@@ -223,6 +227,7 @@ class CutModule:
             if name in self._parts:
                 p.data = self.own_part(name, p.detach()).contiguous()
                 p.grad = None
+        self._count_heads(whole=False)
         # torch.compile would try to trace the messages.
         own = CutModule._run, CutModule._check_input, CutModule._before, CutModule._after
         run, check, before, after = map(torch.compiler.disable, own)
@@ -262,6 +267,7 @@ class CutModule:
         self._handles.clear()
         for cut in self._cuts:
             del cut.layer.forward
+        self._count_heads(whole=True)
 
     def check_not_summoned(self, what: str, would: str = "be undone at its end") -> None:
         """Raise ValueError within `summoned`, as `ShardedModule.check_not_summoned`. Not collective."""
@@ -283,6 +289,7 @@ class CutModule:
         for name, values in own.items():
             self._tensors[name].data = self.whole(name, values)
         self._summoned = True
+        self._count_heads(whole=True)
         try:
             yield
             for name, p in self._tensors.items() if writeback else ():
@@ -291,8 +298,14 @@ class CutModule:
                     own[name].copy_(self.own_part(name, p.detach()))
         finally:
             self._summoned = False
+            self._count_heads(whole=False)
             for name, values in own.items():
                 self._tensors[name].data = values
+
+    def _count_heads(self, whole: bool) -> None:
+        """Let attentions count the heads of the whole module, or of this rank."""
+        for count, heads in self._counts:
+            setattr(count.attention, count.name, heads if whole else count.values[self._axis.rank])
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -316,13 +329,18 @@ class CutModule:
             chosen, weights = others
             y = layer.own(self._enter_once(layer, x), chosen, moved(weights, self._enter))
             return self._gradients.watch(layer.gives, self._moved(y, self._leave))
-        weight = own.weight.t() if cut.kind == "Conv1D" else own.weight
+        weight, bias = own.weight.t() if cut.kind == "Conv1D" else own.weight, own.bias
         if cut.style.cuts == "outputs":
-            y = torch.nn.functional.linear(self._enter_once(layer, x), weight, own.bias)
+            if cut.shared is not None:
+                size, heads = cut.shared.size, list(cut.shared.heads[self._axis.rank])
+                weight, bias = (
+                    None if p is None else p.unflatten(0, (-1, size))[heads].flatten(0, 1) for p in (weight, bias)
+                )
+            y = torch.nn.functional.linear(self._enter_once(layer, x), weight, bias)
             return y if layer.pair is None else self._gradients.watch(layer.gives, self._moved(y, layer.pair))
         x = x if layer.pair is None else self._moved(self._gradients.watch(layer.takes, x), layer.pair)
         y = self._moved(torch.nn.functional.linear(x, weight), self._leave)
-        return self._gradients.watch(layer.gives, y if own.bias is None else y + own.bias.to(y.dtype))
+        return self._gradients.watch(layer.gives, y if bias is None else y + bias.to(y.dtype))
 
     def _moved(self, x: Any, pair: AdjointPair) -> Any:
         """An operation of the tensor axis; of a pass that sends nothing, a tensor of the shape."""
@@ -391,9 +409,7 @@ class CutModule:
         if self._summoned or not self._is_unchecked:
             return
         self._agree_on_inputs(args, kwargs)
-        try:
-            copied((args, kwargs))
-        except NotPlainError:
+        if not is_plain((args, kwargs)):
             return
         modes = {child: child.training for child in module.modules()}
 
@@ -407,7 +423,8 @@ class CutModule:
             finally:
                 self._record = None
 
-        with torch.no_grad(), torch.random.fork_rng(), gathered():
+        device = next(iter(self._tensors.values())).device
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), gathered():
             try:
                 for child in modes:
                     child.training = False
@@ -437,9 +454,10 @@ class CutModule:
     def _agree_on_inputs(self, args: Any, kwargs: Any) -> None:
         self._check_alive()
         given = [f"{tuple(each.shape)} {text_of(as_fact(each))}" for each in tensors_in((args, kwargs))]
+        settings = {f"tensor {number} of the inputs": text for number, text in enumerate(given)}
         agree_on_settings(
             self._axis,
-            {f"tensor {number} of the inputs": text for number, text in enumerate(given)},
+            {"tensors and plain values alone": str(is_plain((args, kwargs))), **settings},
             what="inputs of the module",
             remedy="tensor ranks need the same samples: DistributedSampler(data, mesh.data.size, mesh.data.rank)",
         )

@@ -21,26 +21,28 @@ _COMPARED = 0.9  # of these: a token that is routed to another expert by roundin
 # Of the root mean square of the elements: what rounding may change, and what a wrong plan exceeds.
 _ALLOWED = {torch.float64: 1e-5, torch.float32: 1e-3}
 _ALLOWED_OF_HALF = 5e-2
+_PLAIN = (torch.Tensor, bool, int, float, complex, str, torch.dtype, torch.device)
 
 
-class NotPlainError(Exception):
-    """An argument of a pass that cannot be given twice, as a cache that the pass extends."""
+def is_plain(given: Any) -> bool:
+    """Whether the arguments of a pass can be given twice: tensors, constants, and lists, tuples and dicts of them.
+
+    A cache that the pass extends cannot.
+    """
+    if type(given) in (list, tuple):
+        return all(map(is_plain, given))
+    if type(given) is dict:
+        return all(map(is_plain, given.values()))
+    return given is None or isinstance(given, _PLAIN)
 
 
 def copied(given: Any) -> Any:
-    """A copy of the arguments of a pass, which it may change.
-
-    Raises NotPlainError for other than tensors, constants, and lists, tuples and dicts of them.
-    """
+    """A copy of plain arguments, which a pass may change."""
     if isinstance(given, torch.Tensor):
         return given.detach().clone()
-    if given is None or isinstance(given, bool | int | float | complex | str | torch.dtype | torch.device):
-        return given
-    if type(given) in (list, tuple):
-        return type(given)(map(copied, given))
-    if type(given) is dict:
+    if isinstance(given, dict):
         return {key: copied(value) for key, value in given.items()}
-    raise NotPlainError
+    return type(given)(map(copied, given)) if isinstance(given, list | tuple) else given
 
 
 @dataclass(frozen=True)

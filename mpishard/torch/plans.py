@@ -6,6 +6,7 @@ A plan maps patterns of layers to styles: the names of transformers, or objects 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,32 @@ _DIMENSIONS = {
 # The attributes of an attention with the size of a head, and with the number of heads, in libraries and papers.
 _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+# Those with the number of heads of queries for one of keys and values.
+_REPEATS = ("num_key_value_groups", "n_rep")
+
+
+@dataclass(frozen=True)
+class HeadCount:
+    """An attribute of an attention that counts heads of the whole module; rank r has `values[r]` of them."""
+
+    attention: Any
+    name: str
+    values: tuple[int, ...]
+
+    @classmethod
+    def of(cls, attention: Any, names: Sequence[str], whole: int, values: Sequence[int]) -> list[HeadCount]:
+        """Those of some attributes that have this value."""
+        own = {name: value for name, value in vars(attention).items() if type(value) is int}
+        return [cls(attention, name, tuple(values)) for name in names if own.get(name) == whole]
+
+
+@dataclass(frozen=True)
+class SharedHeads:
+    """Heads of keys or values that are fewer than ranks: their layer stays whole, and rank r computes `heads[r]`."""
+
+    size: int
+    heads: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -65,7 +92,8 @@ class LayerCut:
     """A layer that is cut: rank r of the tensor axis has the features ``[offsets[r], offsets[r + 1])``.
 
     Of each of the layers that are packed in it. `dimensions` has by the name of a parameter the dimension that is cut,
-    and how many are packed there; the other parameters stay whole.
+    and how many are packed there; the other parameters stay whole, as all do of a layer of `shared` heads. `counts` are
+    attributes of the attention that are to count the heads of the rank.
     """
 
     path: str
@@ -74,6 +102,8 @@ class LayerCut:
     style: Style
     offsets: tuple[int, ...]
     dimensions: Mapping[str, tuple[int, int]]
+    counts: Sequence[HeadCount] = ()
+    shared: SharedHeads | None = None
 
 
 def styles_of(module: Any, plan: Any) -> dict[str, Style]:
@@ -180,33 +210,65 @@ def cuts_of(module: Any, styles: Mapping[str, Style], ranks: int) -> list[LayerC
     kinds = {path: _kind_of(path, layers, style) for path, style in cut.items()}
     dimensions = {path: _dimensions(path, layers[path], kind, styles) for path, kind in kinds.items()}
     extents = {path: _extent(path, layers[path], dimensions[path]) for path in kinds}
+    with_heads = [each for each, kind in kinds.items() if kind in ("Linear", "Conv1D") and not styles[each].whole]
     found = []
     for path, kind in kinds.items():
         style, extent = styles[path], extents[path]
         parent = path.rpartition(".")[0]
-        beside = [extents[each] for each in kinds if each.rpartition(".")[0] == parent and not styles[each].whole]
-        has_heads = not style.whole and kind in ("Linear", "Conv1D")
-        heads = _heads(layers[parent], extent, beside) if has_heads else None
+        attention = layers[parent]
+        beside = [extents[each] for each in with_heads if each.rpartition(".")[0] == parent]
+        has_heads = path in with_heads
+        heads = _heads(attention, extent, beside) if has_heads else None
+        size = _head_size(attention) or extent // (heads or 1) or 1
+        queries = max(beside, default=0) // size
+        if heads is not None and heads < ranks <= queries and not queries % (extent // size):
+            if extent == queries * size:
+                heads = queries
+            elif style == _STYLES["colwise"]:
+                found.append(_share_heads(path, layers[path], attention, size, queries, ranks))
+                continue
         parts = extent if heads is None else heads
         if parts < ranks:
             raise ValueError(_too_few(path, style, extent, heads, ranks))
         offsets = tuple(cut * (extent // parts) for cut in split(parts, ranks))
-        found.append(LayerCut(path, layers[path], kind, style, offsets, dimensions[path]))
-        is_uneven = len(set(run_lengths(offsets))) > 1
-        if is_uneven and has_heads and (rate := dropout_rate(layers[parent])):
+        lengths = run_lengths(offsets)
+        counts = [] if heads is None else [length // size for length in lengths]
+        own = HeadCount.of(attention, (*_HEADS, *_KEY_HEADS), extent // size, counts) if counts else []
+        found.append(LayerCut(path, layers[path], kind, style, offsets, dimensions[path], own))
+        if len(set(lengths)) > 1 and has_heads and (rate := dropout_rate(attention)):
             raise ValueError(
-                f"{path!r} is cut into {listed(run_lengths(offsets), 8)} {style.cuts}, and {parent or 'the module'!r} "
+                f"{path!r} is cut into {listed(lengths, 8)} {style.cuts}, and {parent or 'the module'!r} "
                 f"drops out {rate:g} of its elements: ranks with unlike parts would draw unlike random numbers; set "
                 f"the rate to 0, or make the mesh with a tensor size that divides {parts}"
             )
     return found
 
 
+def _share_heads(path: str, layer: Any, attention: Any, size: int, queries: int, ranks: int) -> LayerCut:
+    """The cut of a layer of keys or values with fewer heads than ranks, each for equally many heads of queries.
+
+    A rank computes those of its queries. Where it has several queries for each, and the attention says by how many it
+    repeats a head, it computes this once, else for each query.
+    """
+    count = layer.weight.shape[0] // size
+    repeats = HeadCount.of(attention, _REPEATS, queries // count, ())
+    heads, times = [], []
+    for start, stop in itertools.pairwise(split(queries, ranks)):
+        served = [query * count // queries for query in range(start, stop)]
+        numbers = set(map(served.count, served))
+        is_even = bool(repeats) and len(numbers) == 1
+        heads.append(tuple(sorted(set(served)) if is_even else served))
+        times.append(numbers.pop() if is_even else 1)
+    counts = HeadCount.of(attention, _KEY_HEADS, count, [len(each) for each in heads])
+    counts += HeadCount.of(attention, _REPEATS, queries // count, times)
+    return LayerCut(path, layer, "Linear", _STYLES["colwise"], (), {}, counts, SharedHeads(size, tuple(heads)))
+
+
 def _too_few(path: str, style: Style, extent: int, heads: int | None, ranks: int) -> str:
     if heads is None:
         return f"{path!r} has {extent} {style.cuts} for tensor={ranks} ranks; make it with tensor={extent} or less"
     return (
-        f"{path!r} has {heads} heads for tensor={ranks} ranks (of keys and values, where these have fewer); make the "
+        f"{path!r} has {heads} heads for tensor={ranks} ranks; make the "
         f"mesh with tensor={heads} or less, or give the layers in front of the attention 'colwise_gather_output', and "
         "that behind it 'rowwise_split_input': each rank then computes the attention whole"
     )
@@ -277,11 +339,16 @@ def _heads(parent: Any, extent: int, beside: Sequence[int]) -> int | None:
     `beside` are the extents of all layers of the attention that are cut.  Keys and values may have fewer heads than
     queries, which are then cut where keys and values are.
     """
-    size = next((each for name in _HEAD_SIZES if isinstance(each := getattr(parent, name, None), int)), 0)
+    size = _head_size(parent)
     if size:
         return None if extent % size else math.gcd(*(each // size for each in beside if not each % size))
     heads = next((each for name in _HEADS if isinstance(each := getattr(parent, name, None), int)), 0)
     return heads if heads and not extent % heads else None
+
+
+def _head_size(parent: Any) -> int:
+    """The size of a head of an attention; 0 if it does not say."""
+    return next((each for name in _HEAD_SIZES if isinstance(each := getattr(parent, name, None), int)), 0)
 
 
 def dropout_rate(parent: Any) -> float:

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch_plans import PLAN, Transformer  # noqa: E402
 
+from mpishard.torch.plan_checks import PassRecord  # noqa: E402
 from mpishard.torch.plans import Style, cuts_of, styles_of, terms_of  # noqa: E402
 
 
@@ -50,6 +51,30 @@ def test_queries_are_cut_where_keys_are(attention, ranks, q, k):
     module = torch.nn.ModuleDict({"attention": attention})
     plan = {"attention.[qk]": "colwise", "*.o": "rowwise"}
     assert offsets(module, plan, ranks) == {"attention.q": q, "attention.k": k, "attention.o": q}
+
+
+@pytest.mark.parametrize(
+    ("attributes", "heads", "repeats"),
+    [({}, ((0, 0), (0, 1), (1, 1)), (1, 1, 1)), ({"num_key_value_groups": 3}, ((0,), (0, 1), (1,)), (2, 1, 2))],
+    ids=["as_many", "repeated"],
+)
+def test_ranks_share_keys_of_fewer_heads(attributes, heads, repeats):
+    attention = Attention(6, 2, head_dim=4, **attributes)
+    module = torch.nn.ModuleDict({"attention": attention})
+    plan = {"attention.[qk]": "colwise", "*.o": "rowwise"}
+    found = {cut.path: cut for cut in cuts_of(module, styles_of(module, plan), 3)}
+    assert found["attention.q"].offsets == found["attention.o"].offsets == (0, 8, 16, 24)
+    k = found["attention.k"]
+    assert k.shared.heads == heads and not k.dimensions
+    assert {each.name: each.values for each in k.counts} == dict.fromkeys(attributes, repeats)
+
+
+def test_attributes_count_the_heads_of_a_rank():
+    attention = Attention(6, 3, head_dim=4, num_heads=6, num_key_value_heads=3, num_key_value_groups=2, is_causal=True)
+    module = torch.nn.ModuleDict({"attention": attention})
+    found = cuts_of(module, styles_of(module, {"attention.[qk]": "colwise", "*.o": "rowwise"}), 2)
+    counts = {(each.name, each.values) for cut in found for each in cut.counts}
+    assert counts == {("num_heads", (4, 2)), ("num_key_value_heads", (2, 1))}
 
 
 def test_styles_of_pytorch():
@@ -161,3 +186,34 @@ def test_packed_layers_that_cannot_be_cut_are_refused(experts, plan, message):
     module = torch.nn.Sequential(experts)
     with pytest.raises(ValueError, match=message):
         offsets(module, plan, 2)
+
+
+def _record(x):
+    record = PassRecord()
+    record.note("x", x)
+    return record
+
+
+def test_passes_that_differ_by_rounding_or_in_few_elements_are_alike():
+    whole = torch.linspace(-1, 1, 1000, dtype=torch.float64)
+    whole[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    other = whole * (1 + 1e-9)
+    other[100:150] += 1  # tokens of another expert
+    _record(other).check(_record(whole))
+    _record(torch.zeros(5)).check(_record(torch.zeros(5)))
+    half = whole[3:].bfloat16()
+    _record(half * 1.01).check(_record(half))
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.ones(4, 2), r"shape \(4, 2\), and \(4, 4\)"),
+        (torch.full((4, 4), 1.01), "by 0.01 of its size"),
+        (torch.full((4, 4), torch.nan), "by inf"),
+    ],
+    ids=["shape", "values", "nan"],
+)
+def test_passes_that_differ_are_found(x, message):
+    with pytest.raises(ValueError, match=message):
+        _record(x).check(_record(torch.ones(4, 4)))
