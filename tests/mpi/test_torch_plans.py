@@ -16,6 +16,7 @@ from mpishard.layout.boxes import split
 from mpishard.nn.tensor_parallel import Copy, GatherColumns, Reduce, ScatterColumns
 
 torch = pytest.importorskip("torch")
+from torch_architectures import ARCHITECTURES  # noqa: E402
 from torch_models import assert_same_parameters  # noqa: E402
 from torch_plans import (  # noqa: E402
     HEADS,
@@ -117,7 +118,7 @@ def test_steps_are_those_of_one_process(tensor_mesh, zero):
 
 @needs_ranks
 def test_layers_with_one_input_share_the_sum_of_its_gradient(tensor_mesh):
-    """A layer has five groups of them: queries, keys and values; up; gates; mix, whose output is gathered; and the head."""
+    """A layer has five groups of them: queries, keys and values; up; gates; mix, which is gathered; and the head."""
     module = fresh()
     optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=PLAN, check_plan=False)
     tensor_mesh.ledger.clear()
@@ -292,61 +293,11 @@ def _encoder_layer():
     return torch.nn.TransformerEncoderLayer(6, 2, 7, dropout=0.0, batch_first=True)
 
 
-SIZES = dict(vocab_size=WORDS, hidden_size=24, intermediate_size=10, num_hidden_layers=2, max_position_embeddings=16)
-GROUPED = dict(num_attention_heads=6, num_key_value_heads=3, head_dim=4)
-# The class of `transformers`, options of its config, and a plan where it has none.
-MODELS = {
-    "Llama": (dict(**SIZES, **GROUPED), None),
-    "Qwen3": (dict(**SIZES, **GROUPED, tie_word_embeddings=True), None),
-    "Qwen2": (dict(**SIZES, num_attention_heads=6, num_key_value_heads=3), None),
-    "Mistral": (dict(**SIZES, **GROUPED), None),
-    "Gemma2": (dict(**SIZES, **GROUPED), None),
-    "Olmo2": (dict(**SIZES, num_attention_heads=6, num_key_value_heads=3, pad_token_id=0), None),
-    "Phi3": (dict(**SIZES, num_attention_heads=6, num_key_value_heads=3, pad_token_id=0), None),
-    "GPTNeoX": (dict(**SIZES, num_attention_heads=3), None),
-    "GPT2": (
-        dict(vocab_size=WORDS, n_embd=12, n_layer=2, n_head=3, n_positions=16)
-        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-        {
-            "transformer.wte": "embedding_rowwise",
-            "lm_head": "colwise_gather_output",
-            "transformer.h.*.attn.c_attn": "colwise_gather_output",
-            "transformer.h.*.attn.c_proj": "rowwise_split_input",
-            "transformer.h.*.mlp.c_fc": "colwise",
-            "transformer.h.*.mlp.c_proj": "rowwise",
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ["Qwen3", *variants.full(*[name for name in MODELS if name != "Qwen3"])])
-def test_models_of_transformers_by_their_own_plan(tensor_mesh, name):
-    """Three heads of keys and values: on two ranks the parts are unlike."""
-    transformers = pytest.importorskip("transformers")
-    if name == "Gemma2" and tensor_mesh.data.size > 1:
-        pytest.skip("its norms sum the gradients of their weights over the samples in float32")
-    options, plan = MODELS[name]
-    config = getattr(transformers, f"{name}Config")(**options, bos_token_id=0, eos_token_id=0)
-    kind = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
-    whole, module = (fresh(kind=lambda: kind(config)) for _ in range(2))
-    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, zero=1, plan=plan)
-    if tensor_mesh.tensor.size > 1:
-        cut = sum(bool(spec.parts) for spec in optimizer.parameters.specs)
-        assert cut >= 5, [spec.name for spec in optimizer.parameters.specs if not spec.parts]
-    expected = take_steps(whole, adamw(whole), range(10))
-    losses = take_steps(module, optimizer, range(10), tensor_mesh.data)
-    means = tensor_mesh.data.all_reduce(np.array(losses)) / tensor_mesh.data.size
-    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-11)
-    optimizer.close()
-    assert_same_parameters(module, whole, atol=1e-10)
-
-
 @pytest.mark.full
 @needs_ranks
 def test_activation_checkpoints_and_gradients_of_their_recomputation(tensor_mesh):
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(**MODELS["Llama"][0])
-    whole, module = (fresh(kind=lambda: transformers.LlamaForCausalLM(config)).train() for _ in range(2))
+    whole, module = (ARCHITECTURES["Llama"].made(transformers, "Llama").train() for _ in range(2))
     module.gradient_checkpointing_enable()
     optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE)
     take_steps(whole, adamw(whole), range(3))
