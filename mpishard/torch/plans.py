@@ -24,13 +24,12 @@ from mpishard.torch.units import plain_name
 class Style:
     """What is cut of a layer."""
 
-    # The features that are cut: "outputs", "inputs" or, for a layer that stays whole, "".  The inputs of an embedding
-    # are its rows.
+    # What is cut: "outputs", "inputs", of experts the "features" between their two layers, or "" for a layer that stays
+    # whole.  The inputs of an embedding are its rows.
     cuts: str
     whole: bool = False  # these features are whole outside of the layer: gathered behind it, or cut in front of it
     sums: bool = False  # each rank has a term of the gradients of the layer
     packed: int = 1  # the features are those of so many layers in one, of one size, each of which is cut
-    experts: bool = False  # a layer of experts, whose parameters have styles of their own
 
 
 _STYLES = {
@@ -45,7 +44,7 @@ _STYLES = {
     "replicate": Style(""),
     "replicated_with_grad_allreduce": Style("", sums=True),
     "packed_colwise": Style("outputs", packed=2),
-    "moe_tp_experts": Style("features", experts=True),
+    "moe_tp_experts": Style("features"),
 }
 # The dimension of a parameter that is cut, by the kind of layer and the features.
 _DIMENSIONS = {
@@ -143,7 +142,7 @@ def styles_of(module: Any, plan: Any) -> dict[str, Style]:
     styles = {each: style for each, (_, style) in found.items()}
     for name in {*names}.intersection(styles):
         owner = styles.get(name.rpartition(".")[0])
-        if owner is None or not owner.experts:
+        if owner is None or owner.cuts != "features":
             raise ValueError(
                 f"{found[name][0]!r} of the plan is the parameter {name!r}: name its layer; only parameters of "
                 "experts, which have 'moe_tp_experts', have styles of their own"
@@ -251,12 +250,13 @@ def _share_heads(path: str, layer: Any, attention: Any, size: int, queries: int,
     repeats a head, it computes this once, else for each query.
     """
     count = layer.weight.shape[0] // size
-    repeats = HeadCount.of(attention, _REPEATS, queries // count, ())
-    heads, times = [], []
+    repeats_heads = any(vars(attention).get(name) == queries // count for name in _REPEATS)
+    heads: list[tuple[int, ...]] = []
+    times: list[int] = []
     for start, stop in itertools.pairwise(split(queries, ranks)):
         served = [query * count // queries for query in range(start, stop)]
         numbers = set(map(served.count, served))
-        is_even = bool(repeats) and len(numbers) == 1
+        is_even = repeats_heads and len(numbers) == 1
         heads.append(tuple(sorted(set(served)) if is_even else served))
         times.append(numbers.pop() if is_even else 1)
     counts = HeadCount.of(attention, _KEY_HEADS, count, [len(each) for each in heads])
@@ -276,7 +276,7 @@ def _too_few(path: str, style: Style, extent: int, heads: int | None, ranks: int
 
 def _kind_of(path: str, layers: Mapping[str, Any], style: Style) -> str:
     layer, parent = layers[path], layers[path.rpartition(".")[0]]
-    if style.experts:
+    if style.cuts == "features":
         if getattr(layer, "is_transposed", False) or getattr(layer, "has_bias", False):
             raise ValueError(
                 f"the experts {path!r} have biases or transposed weights, and what can be cut have neither: give a "
