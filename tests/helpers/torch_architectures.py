@@ -80,6 +80,12 @@ ARCHITECTURES = {
         dict(**SIZES, **GROUPED | {"num_key_value_heads": 2}, **EXPERTS, num_experts=4, moe_intermediate_size=5)
         | dict(tie_word_embeddings=True)
     ),
+    # Its attention is whole on each rank.
+    "DeepseekV3": Architecture(
+        dict(**SIZES, **EXPERTS, num_attention_heads=6, num_key_value_heads=6, q_lora_rank=8, kv_lora_rank=8)
+        | dict(qk_rope_head_dim=2, qk_nope_head_dim=4, v_head_dim=4, n_routed_experts=4, n_group=2, topk_group=1)
+        | dict(moe_intermediate_size=5, n_shared_experts=1, first_k_dense_replace=1)
+    ),
     "GPT2": Architecture(
         dict(vocab_size=WORDS, n_embd=12, n_layer=2, n_head=3, n_positions=16, **NO_DROPOUT),
         {
