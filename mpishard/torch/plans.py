@@ -140,7 +140,7 @@ def styles_of(module: Any, plan: Any) -> dict[str, Style]:
             if known != style:
                 raise ValueError(f"{before!r} and {pattern!r} of the plan give {each!r} two styles: leave one out")
     styles = {each: style for each, (_, style) in found.items()}
-    for name in {*names}.intersection(styles):
+    for name in filter(styles.__contains__, names):
         owner = styles.get(name.rpartition(".")[0])
         if owner is None or owner.cuts != "features":
             raise ValueError(
@@ -268,9 +268,9 @@ def _too_few(path: str, style: Style, extent: int, heads: int | None, ranks: int
     if heads is None:
         return f"{path!r} has {extent} {style.cuts} for tensor={ranks} ranks; make it with tensor={extent} or less"
     return (
-        f"{path!r} has {heads} heads for tensor={ranks} ranks; make the "
-        f"mesh with tensor={heads} or less, or give the layers in front of the attention 'colwise_gather_output', and "
-        "that behind it 'rowwise_split_input': each rank then computes the attention whole"
+        f"{path!r} has {heads} heads for tensor={ranks} ranks; make the mesh with tensor={heads} or less, or give the "
+        "layers in front of the attention 'colwise_gather_output', and that behind it 'rowwise_split_input': each rank "
+        "then computes the attention whole"
     )
 
 
