@@ -128,7 +128,7 @@ def numbered_elements(strategy: Strategy) -> Iterator[tuple[ParameterSpec, int, 
     parameters = strategy.parameters
     starts = itertools.accumulate((spec.size for spec in parameters.specs), initial=0)
     first = {spec.name: (spec, start) for spec, start in zip(parameters.specs, starts, strict=False)}
-    for piece in cut_holding(parameters.pieces, strategy.ownership.own):
+    for piece in cut_holding(parameters.holding, strategy.ownership.own):
         spec, number_of_first = first[piece.name]
         for start in range(0, piece.size, _BLOCK):
             numbers = np.arange(start, min(start + _BLOCK, piece.size))

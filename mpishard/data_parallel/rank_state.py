@@ -191,11 +191,11 @@ class RankState:
             values = Shard(PARAMETERS, parameters.sharded.shard, *self._slot_layouts())
         else:
             starts = [start for start, _ in counted]
-            values = Shard(PARAMETERS, parameters.flat, parameters.pieces, _counted(parameters, counted, starts))
+            values = Shard(PARAMETERS, parameters.flat, parameters.holding, _counted(parameters, counted, starts))
         found = [values, *self.slot_shards(self.slots, SLOT)]
         if strategy.compressed is not None:
             ranges = strategy.error_ranges
-            left = pieces_of_ranges(parameters.pieces, ranges, _starts(ranges))
+            left = pieces_of_ranges(parameters.holding, ranges, _starts(ranges))
             primary = counted_pieces(left, parameters.specs, parameters.place)
             found.append(Shard(strategy.errors_kind, strategy.compressed.owned, left, primary, required=False))
         return tuple(found)
@@ -210,7 +210,7 @@ class RankState:
         parameters, ownership = self.parameters, self.strategy.ownership
         pairs = zip(ownership.own, ownership.counted, _starts(ownership.own), strict=True)
         starts = [offset + first - start for (start, _), (first, _), offset in pairs]
-        return cut_holding(parameters.pieces, ownership.own), _counted(parameters, ownership.counted, starts)
+        return cut_holding(parameters.holding, ownership.own), _counted(parameters, ownership.counted, starts)
 
     # -- full tensors -----------------------------------------------------------------------------------------------
 
@@ -262,13 +262,13 @@ def parameters_alone(parameters: FlatParameters, axis: Axis) -> RunState:
     """
     if parameters.sharded is not None:
         own = parameters.sharded.own
-        layout = cut_holding(parameters.pieces, own)
+        layout = cut_holding(parameters.holding, own)
         shard = Shard(PARAMETERS, parameters.sharded.shard, layout, _counted(parameters, own, _starts(own)))
     else:
         cuts = split(parameters.size, axis.size)
         start, stop = cuts[axis.rank], cuts[axis.rank + 1]
         counted = _counted(parameters, [(start, stop)], [start])
-        shard = Shard(PARAMETERS, parameters.flat, parameters.pieces, counted)
+        shard = Shard(PARAMETERS, parameters.flat, parameters.holding, counted)
     return RunState(parameters.specs, (shard,))
 
 
@@ -281,7 +281,7 @@ def _starts(ranges: Sequence[Range]) -> list[int]:
 
 
 def _counted(parameters: FlatParameters, ranges: Sequence[Range], starts: Sequence[int]) -> LocalLayout:
-    return counted_pieces(pieces_of_ranges(parameters.pieces, ranges, starts), parameters.specs, parameters.place)
+    return counted_pieces(pieces_of_ranges(parameters.holding, ranges, starts), parameters.specs, parameters.place)
 
 
 # Full tensors from the parts on the ranks of a mesh, and back: flat arrays in the order of the specs.
@@ -297,7 +297,7 @@ def gather_full(world: Axis, parameters: FlatParameters, ranges: Sequence[Range]
     number = {spec.name: index for index, spec in enumerate(specs)}
     pieces = [
         piece
-        for piece in cut_holding(parameters.pieces, ranges)
+        for piece in cut_holding(parameters.holding, ranges)
         if parameters.place.is_primary(specs[number[piece.name]])
     ]
     own = np.concatenate([values[:0], *(values[piece.start : piece.start + piece.size] for piece in pieces)])
@@ -326,7 +326,7 @@ def gather_slot(strategy: Strategy, slot: Array, world: Axis) -> np.ndarray:
 def cut_full(full: np.ndarray, parameters: FlatParameters, ranges: Sequence[Range]) -> np.ndarray:
     """The values of `ranges` of this rank's flat order, end to end, from a flat array of the full tensors."""
     tensors = dict(zip((spec.name for spec in parameters.specs), _tensors(full, parameters.specs), strict=True))
-    pieces = cut_holding(parameters.pieces, ranges)
+    pieces = cut_holding(parameters.holding, ranges)
     return np.concatenate([full[:0], *(tensors[piece.name][_slices(piece.box)].reshape(-1) for piece in pieces)])
 
 
@@ -354,7 +354,7 @@ class Matrices:
     def __init__(self, strategy: Strategy, names: set[str]) -> None:
         parameters, ownership, group = strategy.parameters, strategy.ownership, strategy.sync_group
         self.names = names
-        own = [each for each in cut_holding(parameters.pieces, ownership.own) if each.name in names]
+        own = [each for each in cut_holding(parameters.holding, ownership.own) if each.name in names]
         # A worker of Local SGD that is one data rank, or several that take the same step, has all matrices.
         self._axis = group if isinstance(group, Axis) and group.size > 1 else None
         members, rank = (1, 0) if self._axis is None else (self._axis.size, self._axis.rank)

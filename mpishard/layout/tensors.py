@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -41,14 +41,19 @@ class ParameterSpec:
     parts : tuple of Box
         The box of each tensor rank, a ``(start, stop)`` pair for each dimension, where the application has cut the
         tensor; every element is in one of them, and a box may be empty.  Default: not cut, or evenly by `tensor_dim`.
+    packed : int
+        How many boxes in `parts` each tensor rank has, of a tensor into which as many are packed along one dimension,
+        as the weights of gates and of features: rank r has ``parts[r * packed : (r + 1) * packed]``, and stores them as
+        one tensor, side by side along that dimension.
 
     Raises
     ------
     TypeError
         If an argument is not of the type above.
     ValueError
-        If the name is empty or cannot stand in a file, an extent or stage is negative, `slices` is below 1, there is no
-        dimension `tensor_dim`, a split tensor is `partial`, or `parts` leave an element out or have one twice.
+        If the name is empty or cannot stand in a file, an extent or stage is negative, `slices` or `packed` is below 1,
+        there is no dimension `tensor_dim`, a split tensor is `partial`, `parts` leave an element out or have one twice,
+        or those of a `packed` tensor are cut along several dimensions.
     """
 
     name: str
@@ -59,6 +64,7 @@ class ParameterSpec:
     copies: tuple[int, ...] = ()
     slices: int = 1
     parts: tuple[Box, ...] = ()
+    packed: int = 1
 
     def __post_init__(self) -> None:
         _check_name(self.name)
@@ -68,6 +74,7 @@ class ParameterSpec:
         object.__setattr__(self, "stage", integer(what("stage"), self.stage, least=0))
         object.__setattr__(self, "copies", tuple(integer(what("copy"), stage, least=0) for stage in copies))
         object.__setattr__(self, "slices", integer(what("slices"), self.slices, least=1))
+        object.__setattr__(self, "packed", integer(what("packed"), self.packed, least=1))
         object.__setattr__(self, "partial", flag(what("partial"), self.partial))
         if self.tensor_dim is not None:
             object.__setattr__(self, "tensor_dim", integer(what("tensor_dim"), self.tensor_dim))
@@ -82,7 +89,7 @@ class ParameterSpec:
                 f"parameter {self.name!r} is split along {self.tensor_dim}, so every tensor rank has gradients of its "
                 "own; only those of replicas (tensor_dim=None) can be partial"
             )
-        if self.parts:
+        if self.parts or self.packed > 1:
             self._check_parts()
 
     def _check_parts(self) -> None:
@@ -95,6 +102,16 @@ class ParameterSpec:
             check_cover(self.shape, [box for box in self.parts if box_size(box)])
         except ValueError as error:
             raise ValueError(f"parameter {self.name!r}: {error}") from None
+        if self.packed > 1 and (len(self.parts) % self.packed or len(self.cut_dims) != 1):
+            raise ValueError(
+                f"parameter {self.name!r} has packed={self.packed} and {len(self.parts)} parts, cut along the "
+                f"dimensions {self.cut_dims}: give each rank as many parts as are packed, cut along one dimension"
+            )
+
+    @property
+    def cut_dims(self) -> list[int]:
+        """The dimensions in which any of the `parts` is not the whole tensor."""
+        return [dim for dim, whole in enumerate(self.box) if any(part[dim] != whole for part in self.parts)]
 
     @property
     def is_split(self) -> bool:
@@ -114,7 +131,7 @@ class ParameterSpec:
 
 def _cut(spec: ParameterSpec) -> tuple[object, ...]:
     """The properties that must be equal in all uses of a tied tensor."""
-    return spec.shape, spec.tensor_dim, spec.partial, spec.slices, spec.parts
+    return spec.shape, spec.tensor_dim, spec.partial, spec.slices, spec.parts, spec.packed
 
 
 def _check_name(name: object) -> None:
@@ -195,16 +212,21 @@ class ModelParallelRank:
     def box(self, spec: ParameterSpec) -> Box:
         """This tensor rank's part of a tensor: one of its `parts`, or a run of its `slices`; else all of it.
 
+        That of a packed tensor counts from 0, as of a tensor that consists of the part.
+
         Raises ValueError if there is another number of `parts` than of tensor ranks, or `slices` is above 1 and no
         multiple of that.
         """
         if spec.parts:
-            if len(spec.parts) != self.tensor_size:
+            if len(spec.parts) != self.tensor_size * spec.packed:
                 raise ValueError(
-                    f"parameter {spec.name!r} is cut for {len(spec.parts)} ranks, and the mesh has "
+                    f"parameter {spec.name!r} is cut for {len(spec.parts) // spec.packed} ranks, and the mesh has "
                     f"tensor={self.tensor_size}; build the domain for the ranks of this mesh"
                 )
-            return spec.parts[self.tensor_rank]
+            if spec.packed == 1:
+                return spec.parts[self.tensor_rank]
+            (dim,), own = spec.cut_dims, self._packed(spec)
+            return (*own[0][:dim], (0, sum(box[dim][1] - box[dim][0] for box in own)), *own[0][dim + 1 :])
         if spec.tensor_dim is None:
             return spec.box
         try:
@@ -219,10 +241,29 @@ class ModelParallelRank:
         """Return True if this rank's copy of the tensor is the primary one: the first of its copies and ties."""
         return self.runs(spec.stage) and (spec.is_split or self.tensor_rank == 0)
 
+    def _packed(self, spec: ParameterSpec) -> tuple[Box, ...]:
+        return spec.parts[self.tensor_rank * spec.packed : (self.tensor_rank + 1) * spec.packed]
+
+    def unpacked(self, pieces: LocalLayout, specs: Iterable[ParameterSpec]) -> LocalLayout:
+        """The pieces of `holding` with those of packed tensors as boxes of the whole tensors: several for each."""
+        packed = {spec.name: spec for spec in specs if spec.packed > 1}
+        return tuple(each for piece in pieces for each in self._unpacked(piece, packed.get(piece.name)))
+
+    def _unpacked(self, piece: Piece, spec: ParameterSpec | None) -> Iterator[Piece]:
+        if spec is None:
+            yield piece
+            return
+        (dim,), start = spec.cut_dims, piece.start
+        for index in itertools.product(*(range(extent) for extent in spec.shape[:dim])):
+            for box in self._packed(spec):
+                each = Piece(spec.name, (*((at, at + 1) for at in index), *box[dim:]), start)
+                start += each.size
+                yield each
+
     def holding(self, specs: Iterable[ParameterSpec]) -> LocalLayout:
         """The local layout of this rank: its parts of the model's tensors, end to end in their order.
 
-        Tensors of other stages are left out.
+        One piece for each tensor, see `box`. Tensors of other stages are left out.
         """
         pieces: list[Piece] = []
         start = 0

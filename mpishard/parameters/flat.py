@@ -159,6 +159,8 @@ class TensorLayout:
         self.local: tuple[ParameterSpec, ...] = tuple(spec for spec in self.specs if place.holds(spec))
         # The slice of each tensor in `local` that is held here, and its start in the flat buffer.
         self.pieces: LocalLayout = place.holding(self.specs)
+        # The same memory as boxes of whole tensors: several for one that is packed.
+        self.holding: LocalLayout = place.unpacked(self.pieces, self.specs)
         # The units as runs of `pieces`; they end between stages and at ties too.
         self.units: list[tuple[int, int]] = _runs_of_units(self.local, units)
         # By the name of a tensor held here.
@@ -247,7 +249,7 @@ class FlatParameters:
     ----------
     layout : TensorLayout
         Which tensors are held here, and where they are in the flat buffer.
-    specs, place, local, pieces, units, size
+    specs, place, local, pieces, holding, units, size
         Those of the layout.
     held : 1-D array
         What is always held here: all parameters of the model-parallel rank, or this rank's share under ZeRO-3.
@@ -379,6 +381,7 @@ class FlatParameters:
         self.place: ModelParallelRank = layout.place
         self.local: tuple[ParameterSpec, ...] = layout.local
         self.pieces: LocalLayout = layout.pieces
+        self.holding: LocalLayout = layout.holding
         self.units: list[tuple[int, int]] = layout.units
         self.size: int = layout.size
         self.second_uses: dict[str, int] = {}
@@ -497,7 +500,8 @@ class FlatParameters:
         Returns
         -------
         tuple of (int, int)
-            Start and stop in each dimension of the whole tensor.
+            Start and stop in each dimension of the whole tensor; of a packed one, whose slice is several boxes, of the
+            slice.
         """
         return self.layout.piece_of[name].box
 

@@ -1,4 +1,4 @@
-"""A PyTorch module whose layers are cut over the tensor axis by a plan: its parts, its passes, and its checks.
+"""A PyTorch module whose layers are cut over the tensor axis by a plan: its parts, and its passes.
 
 Each rank of the axis has its part of each parameter that the plan cuts, and all of the others. A layer that is cut has
 another forward pass, which communicates as `mpishard.torch.tensor_ops` says.
@@ -8,41 +8,45 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from mpishard.arguments import flag, listed
+from mpishard.arguments import flag
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import agree_on_settings, opening, text_of
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
-from mpishard.layout.boxes import run_lengths, whole_box
+from mpishard.io import log
+from mpishard.layout.boxes import run_lengths, split, whole_box
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
 from mpishard.nn.tensor_parallel import AdjointPair, Copy, GatherColumns, Reduce, ScatterColumns
 from mpishard.torch.buffers import as_fact
 from mpishard.torch.memory import as_array, as_reals, broadcast_values, finish_stream
+from mpishard.torch.plan_checks import PassRecord, ReplicaGradients, copied, is_plain
 from mpishard.torch.plans import LayerCut, cuts_of, dropout_rate, styles_of, terms_of
 from mpishard.torch.tensor_ops import moved
 from mpishard.torch.units import HOW_TO_SAVE, plain_name, tensors_in
 
-# The first steps in which ranks compare the gradients of what all of them have whole.
-_FIRST_STEPS = 2
-# Of its sum of absolute values: what rounding may change, and what a wrong plan exceeds.
-_TOLERANCE = 1e-3
-_ALIKE = 1e-6  # what rounding may change of gradients that ranks compute of the same numbers
-_SMALLEST = 1e-6  # of the largest of these sums: smaller ones may be rounding alone
-
 
 class TensorPart(NamedTuple):
-    """How a parameter is cut: rank r has ``[offsets[r], offsets[r + 1])`` of a dimension."""
+    """How a parameter is cut: rank r has ``[offsets[r], offsets[r + 1])`` of a dimension.
+
+    Of each of the layers that are `packed` there.
+    """
 
     dim: int
+    packed: int
     offsets: tuple[int, ...]
     shape: tuple[int, ...]  # of the whole
+
+    def runs(self, rank: int) -> list[tuple[int, int]]:
+        """What a rank has of the dimension: a start and a length for each packed layer."""
+        start, stop = self.offsets[rank : rank + 2]
+        return [(layer * self.offsets[-1] + start, stop - start) for layer in range(self.packed)]
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,14 @@ class _Layer:
     cut: LayerCut
     own: Any
     pair: AdjointPair | None
+
+    @property
+    def takes(self) -> str:
+        return f"the input of {self.cut.path!r}"
+
+    @property
+    def gives(self) -> str:
+        return f"the output of {self.cut.path!r}"
 
 
 class _Hook(partial):
@@ -65,11 +77,18 @@ class CutModule:
     """The layers of a module that are cut over the tensor axis of a mesh, and the parts of this rank.
 
     Nothing is changed before `cut`. `tensors` are all parameters by name, `terms` the names of those that stay whole
-    and of whose gradients each rank has a term. Methods are collective over the tensor axis, unless they say otherwise.
+    and of whose gradients each rank has a term. With `checks_pass` the first pass of the module is compared with one of
+    the whole module. Methods are collective over the tensor axis, unless they say otherwise.
     """
 
     def __init__(
-        self, module: Any, mesh: Mesh, cuts: list[LayerCut], tensors: Mapping[str, Any], terms: frozenset[str]
+        self,
+        module: Any,
+        mesh: Mesh,
+        cuts: list[LayerCut],
+        tensors: Mapping[str, Any],
+        terms: frozenset[str],
+        checks_pass: bool,
     ) -> None:
         self._module = module
         self._mesh = mesh
@@ -81,18 +100,32 @@ class CutModule:
         self._enter, self._leave = Copy(self._axis), Reduce(self._axis)
         self._entered: tuple[Any, int, Any] = None, 0, None  # the last input that was entered, its version, the result
         self._drops = dropout_rate(module) > 0
-        # The trained parameters that are whole: the same gradients on all ranks, or, as `terms`, a term on each.
-        self._wholes = [name for name, p in tensors.items() if p.requires_grad and name not in self._parts]
+        self._layers = [self._layer_of(cut) for cut in cuts]
+        # Attributes that count heads, each with its value in the whole module.
+        counts = {(id(each.attention), each.name): each for cut in cuts for each in cut.counts}
+        self._counts = [(each, getattr(each.attention, each.name)) for each in counts.values()]
+        # Of the trained parameters that are whole: the same on all ranks, or, as `terms`, a term on each.
+        wholes = {name: p for name, p in tensors.items() if p.requires_grad and name not in self._parts}
+        activations = [what for layer in self._layers for what in _whole_activations(layer)]
+        self._gradients = ReplicaGradients(self._axis, wholes, terms, activations)
         self._handles: list[Any] = []
         self._summoned = False
         self._is_lost = False
-        self._sums: dict[str, tuple[float, float]] = {}  # of gradients of whole parameters, and of absolute values
-        self._compared = 0  # steps in which ranks have compared these
-        self.problem: ValueError | None = None  # what they have found
+        self._is_local = False  # a pass sends nothing, and has the shapes of its tensors only
+        self._record: PassRecord | None = None  # of the pass under way
+        self._is_unchecked = checks_pass  # a pass shall be compared with one of the whole module
+        self.problem: ValueError | None = None  # what the comparison of gradients has found
 
     @classmethod
     def of(
-        cls, module: Any, plan: Any, mesh: Mesh, trained: Mapping[str, Any], frozen: Mapping[str, Any]
+        cls,
+        module: Any,
+        plan: Any,
+        mesh: Mesh,
+        trained: Mapping[str, Any],
+        frozen: Mapping[str, Any],
+        *,
+        checks_pass: bool,
     ) -> CutModule | None:
         """The cuts of a module, compiled or not, by a plan or its own; None on a mesh of one tensor rank.
 
@@ -113,8 +146,9 @@ class CutModule:
                 "'rowwise'}, or make the mesh with tensor=1"
             )
         names = {id(p): name for name, p in {**trained, **frozen}.items()}
-        terms = frozenset(names[id(p)] for p in terms_of(module, styles))
-        return cls(module, mesh, cuts, {**trained, **frozen}, terms)
+        shared = [p for cut in cuts if cut.shared is not None for p in cut.layer.parameters()]
+        terms = frozenset(names[id(p)] for p in (*terms_of(module, styles), *shared))
+        return cls(module, mesh, cuts, {**trained, **frozen}, terms, checks_pass)
 
     @property
     def described(self) -> str:
@@ -149,19 +183,18 @@ class CutModule:
         if part is None:
             return ParameterSpec(name, shape, partial=name in self._terms)
         boxes = []
-        for start, stop in zip(part.offsets, part.offsets[1:], strict=False):
+        for start, length in (run for rank in range(self._axis.size) for run in part.runs(rank)):
             box = list(whole_box(part.shape))
-            box[part.dim] = (start, stop)
+            box[part.dim] = (start, start + length)
             boxes.append(tuple(box))
-        return ParameterSpec(name, part.shape, parts=tuple(boxes))
+        return ParameterSpec(name, part.shape, parts=tuple(boxes), packed=part.packed)
 
     def own_part(self, name: str, whole: Any) -> Any:
-        """This rank's part of a parameter, as a view. Not collective."""
+        """This rank's part of a parameter. Not collective."""
         part = self._parts.get(name)
         if part is None:
             return whole
-        start, stop = part.offsets[self._axis.rank : self._axis.rank + 2]
-        return whole.narrow(part.dim, start, stop - start)
+        return torch.cat([whole.narrow(part.dim, *run) for run in part.runs(self._axis.rank)], part.dim)
 
     def whole(self, name: str, own: Any) -> Any:
         """A parameter, from the parts of all ranks; the parameter itself if it is not cut."""
@@ -170,7 +203,8 @@ class CutModule:
             return own
         values = own.detach().contiguous()
         one = values.numel() // values.shape[part.dim]
-        counts = [one * length for length in run_lengths(part.offsets)]
+        lengths = [part.packed * length for length in run_lengths(part.offsets)]
+        counts = [one * length for length in lengths]
         joined = torch.empty(sum(counts), dtype=own.dtype, device=own.device)
         nbytes = [count * own.element_size() for count in counts]
         finish_stream(values)
@@ -179,10 +213,10 @@ class CutModule:
         arrays.ready(memory)
         shape = list(own.shape)
         found = []
-        for values, length in zip(joined.split(counts), run_lengths(part.offsets), strict=True):
+        for values, length in zip(joined.split(counts), lengths, strict=True):
             shape[part.dim] = length
-            found.append(values.view(shape))
-        return torch.cat(found, part.dim)
+            found.append(values.view(shape).chunk(part.packed, part.dim))
+        return torch.cat([packed for layer in zip(*found, strict=True) for packed in layer], part.dim)
 
     def cut(self, buffers: Mapping[str, Any]) -> None:
         """Leave this rank its part of each parameter, with the values of tensor rank 0, and cut the passes."""
@@ -191,13 +225,15 @@ class CutModule:
         for name, p in self._tensors.items():
             broadcast_values(p, self._axis)
             if name in self._parts:
-                p.data = self.own_part(name, p.detach()).clone(memory_format=torch.contiguous_format)
+                p.data = self.own_part(name, p.detach()).contiguous()
                 p.grad = None
+        self._count_heads(whole=False)
         # torch.compile would try to trace the messages.
         own = CutModule._run, CutModule._check_input, CutModule._before, CutModule._after
         run, check, before, after = map(torch.compiler.disable, own)
-        for cut in self._cuts:
-            cut.layer.forward = _Hook(run, self, self._layer_of(cut))
+        for layer in self._layers:
+            cut = layer.cut
+            cut.layer.forward = _Hook(run, self, layer)
             # PyTorch has paths past the forward pass of a layer, which it takes for layers without hooks.
             self._handles.append(cut.layer.register_forward_pre_hook(_Hook(check, self, cut)))
         parts = {id(self._tensors[name]) for name in self._parts}
@@ -210,9 +246,9 @@ class CutModule:
             self._module.register_forward_pre_hook(_Hook(before, self), prepend=True, with_kwargs=True),
             self._module.register_forward_hook(_Hook(after, self), always_call=True),
         ]
-        for name in self._wholes:
+        for name, p in self._gradients.tensors.items():
             hook = _Hook(CutModule._note_gradient, self, name)
-            self._handles.append(self._tensors[name].register_post_accumulate_grad_hook(hook))
+            self._handles.append(p.register_post_accumulate_grad_hook(hook))
 
     def remove(self, restores: bool) -> None:
         """Remove what `cut` has changed; if `restores`, give the module whole parameters, else its passes raise.
@@ -231,6 +267,7 @@ class CutModule:
         self._handles.clear()
         for cut in self._cuts:
             del cut.layer.forward
+        self._count_heads(whole=True)
 
     def check_not_summoned(self, what: str, would: str = "be undone at its end") -> None:
         """Raise ValueError within `summoned`, as `ShardedModule.check_not_summoned`. Not collective."""
@@ -252,6 +289,7 @@ class CutModule:
         for name, values in own.items():
             self._tensors[name].data = self.whole(name, values)
         self._summoned = True
+        self._count_heads(whole=True)
         try:
             yield
             for name, p in self._tensors.items() if writeback else ():
@@ -260,8 +298,14 @@ class CutModule:
                     own[name].copy_(self.own_part(name, p.detach()))
         finally:
             self._summoned = False
+            self._count_heads(whole=False)
             for name, values in own.items():
                 self._tensors[name].data = values
+
+    def _count_heads(self, whole: bool) -> None:
+        """Let attentions count the heads of the whole module, or of this rank."""
+        for count, heads in self._counts:
+            setattr(count.attention, count.name, heads if whole else count.values[self._axis.rank])
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -273,27 +317,56 @@ class CutModule:
 
     def _run(self, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of a layer that is cut."""
+        x, *others = (*args, *kwargs.values())
+        cut, own = layer.cut, layer.cut.layer
+        if self._record is not None and cut.kind != "Embedding":
+            self._record.note(layer.takes, self._own_columns(layer, x) if self._summoned else x)
         if self._summoned:
             return layer.own(*args, **kwargs)
-        (x,) = (*args, *kwargs.values())
-        cut, own = layer.cut, layer.cut.layer
         if cut.kind == "Embedding":
             return self._look_up(layer, x)
-        weight = own.weight.t() if cut.kind == "Conv1D" else own.weight
+        if cut.kind == "experts":
+            chosen, weights = others
+            y = layer.own(self._enter_once(layer, x), chosen, moved(weights, self._enter))
+            return self._gradients.watch(layer.gives, self._moved(y, self._leave))
+        weight, bias = own.weight.t() if cut.kind == "Conv1D" else own.weight, own.bias
         if cut.style.cuts == "outputs":
-            y = torch.nn.functional.linear(self._enter_once(x), weight, own.bias)
-            return y if layer.pair is None else moved(y, layer.pair)
-        x = x if layer.pair is None else moved(x, layer.pair)
-        y = moved(torch.nn.functional.linear(x, weight), self._leave)
-        return y if own.bias is None else y + own.bias.to(y.dtype)
+            if cut.shared is not None:
+                size, heads = cut.shared.size, list(cut.shared.heads[self._axis.rank])
+                weight, bias = (
+                    None if p is None else p.unflatten(0, (-1, size))[heads].flatten(0, 1) for p in (weight, bias)
+                )
+            y = torch.nn.functional.linear(self._enter_once(layer, x), weight, bias)
+            return y if layer.pair is None else self._gradients.watch(layer.gives, self._moved(y, layer.pair))
+        x = x if layer.pair is None else self._moved(self._gradients.watch(layer.takes, x), layer.pair)
+        y = self._moved(torch.nn.functional.linear(x, weight), self._leave)
+        return self._gradients.watch(layer.gives, y if bias is None else y + bias.to(y.dtype))
 
-    def _enter_once(self, x: Any) -> Any:
+    def _moved(self, x: Any, pair: AdjointPair) -> Any:
+        """An operation of the tensor axis; of a pass that sends nothing, a tensor of the shape."""
+        if not self._is_local:
+            return moved(x, pair)
+        if isinstance(pair, GatherColumns):
+            return torch.nn.functional.pad(x, (0, pair.columns - x.shape[-1]))
+        if isinstance(pair, ScatterColumns):
+            return x[..., : run_lengths(split(pair.columns, self._axis.size))[self._axis.rank]]
+        return x
+
+    def _own_columns(self, layer: _Layer, x: Any) -> Any:
+        """What a layer gets on this rank, of its input in the whole module."""
+        cut = layer.cut
+        if cut.style.cuts != "inputs" or cut.style.whole:
+            return x
+        start, stop = cut.offsets[self._axis.rank : self._axis.rank + 2]
+        return x[..., start:stop]
+
+    def _enter_once(self, layer: _Layer, x: Any) -> Any:
         """An input of layers whose outputs are cut: one for all that get it, so that its gradient is summed once."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
         last, version, entered = self._entered
         if last is not x or version != x._version:
-            entered = moved(x, self._enter)
+            entered = moved(self._gradients.watch(layer.takes, x), self._enter)
             self._entered = x, x._version, entered
         return entered
 
@@ -302,7 +375,7 @@ class CutModule:
         cut, own = layer.cut, layer.cut.layer
         if cut.style.cuts == "outputs":
             y = layer.own(x)
-            return y if layer.pair is None else moved(y, layer.pair)
+            return y if layer.pair is None else self._gradients.watch(layer.gives, self._moved(y, layer.pair))
         first, stop = cut.offsets[self._axis.rank : self._axis.rank + 2]
         if not x.is_cuda and x.numel() and not (0 <= int(x.min()) and int(x.max()) < cut.offsets[-1]):
             raise IndexError(f"{cut.path!r} has {cut.offsets[-1]} rows, and got {int(x.min())} to {int(x.max())}")
@@ -313,22 +386,87 @@ class CutModule:
             y = layer.own(torch.where(is_here, x - first, 0))
         finally:
             own.padding_idx = padding
-        return moved(y.masked_fill(~is_here[..., None], 0), self._leave)
+        y = self._moved(y.masked_fill(~is_here[..., None], 0), self._leave)
+        return self._gradients.watch(layer.gives, y)
 
     # -- checks -------------------------------------------------------------------------------------------------------
+
+    def check_first_pass(self, gathered: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        """Let the next pass be compared with one of the whole module, if that is wanted. Not collective.
+
+        `gathered` makes a context in which this rank has the values of all its parts. To be called after the hooks that
+        gather them.
+        """
+        if self._is_unchecked:
+            hook = _Hook(torch.compiler.disable(CutModule._check_pass), self, gathered)
+            self._handles.append(self._module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+
+    def _check_pass(self, gathered: Any, module: Any, args: Any, kwargs: Any) -> None:
+        """Before a pass: compare one of the cut module with one of the whole, without gradients and dropout.
+
+        The first of three sends nothing, so that all ranks raise an error that one has by the shape of its part.
+        """
+        if self._summoned or not self._is_unchecked:
+            return
+        self._agree_on_inputs(args, kwargs)
+        if not is_plain((args, kwargs)):
+            return
+        modes = {child: child.training for child in module.modules()}
+
+        def record() -> PassRecord:
+            self._record = PassRecord()
+            given, named = copied((args, kwargs))
+            torch.manual_seed(0)
+            try:
+                self._record.note_output(module.forward(*given, **named))
+                return self._record
+            finally:
+                self._record = None
+
+        device = next(iter(self._tensors.values())).device
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), gathered():
+            try:
+                for child in modes:
+                    child.training = False
+                self._is_local = True
+                with raised_on_all(self._axis):
+                    record()
+                self._is_local = False
+                own = record()
+                with self.summoned(False, False), raised_on_all(self._axis):
+                    whole = record()
+            finally:
+                self._is_local = False
+                for child, mode in modes.items():
+                    child.training = mode
+        with raised_on_all(self._axis):
+            try:
+                own.check(whole)
+            except ValueError as error:
+                raise ValueError(
+                    f"the plan does not fit the code of the module: {error}.  Between a layer whose outputs are cut "
+                    "and one whose inputs are cut each feature, or head, is for itself: give the first "
+                    "'colwise_gather_output' and the second 'rowwise_split_input', or leave both out of the plan; "
+                    "for a module that gives other numbers each time, check_plan=False"
+                ) from None
+        self._is_unchecked = False
+
+    def _agree_on_inputs(self, args: Any, kwargs: Any) -> None:
+        self._check_alive()
+        given = [f"{tuple(each.shape)} {text_of(as_fact(each))}" for each in tensors_in((args, kwargs))]
+        settings = {f"tensor {number} of the inputs": text for number, text in enumerate(given)}
+        agree_on_settings(
+            self._axis,
+            {"tensors and plain values alone": str(is_plain((args, kwargs))), **settings},
+            what="inputs of the module",
+            remedy="tensor ranks need the same samples: DistributedSampler(data, mesh.data.size, mesh.data.rank)",
+        )
 
     def _before(self, module: Any, args: Any, kwargs: Any) -> None:
         """Before a pass of the module: compare its inputs over the ranks, and let them draw the same random numbers."""
         if self._summoned:
             return
-        self._check_alive()
-        given = [f"{tuple(each.shape)} {text_of(as_fact(each))}" for each in tensors_in((args, kwargs))]
-        agree_on_settings(
-            self._axis,
-            {f"tensor {number} of the inputs": text for number, text in enumerate(given)},
-            what="inputs of the module",
-            remedy="tensor ranks need the same samples: DistributedSampler(data, mesh.data.size, mesh.data.rank)",
-        )
+        self._agree_on_inputs(args, kwargs)
         if self._drops and module.training:
             device = next(iter(self._tensors.values())).device
             state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
@@ -344,7 +482,7 @@ class CutModule:
     def _check_input(self, cut: LayerCut, layer: Any, args: Any) -> None:
         """Raise unless an input has as many columns as this rank has of the layer; not collective."""
         self._check_alive()
-        if cut.kind == "Embedding" or not args or self._summoned:
+        if cut.kind in ("Embedding", "experts") or not args or self._summoned:
             return
         weight = layer.weight.t() if cut.kind == "Conv1D" else layer.weight
         columns = cut.offsets[-1] if cut.style.whole and cut.style.cuts == "inputs" else weight.shape[1]
@@ -374,55 +512,31 @@ class CutModule:
             )
 
     def _note_gradient(self, name: str, p: Any) -> None:
-        if self._compared < _FIRST_STEPS and p.grad is not None:
-            values = as_reals(p.grad.detach())
-            values = values.to_dense() if values.is_sparse else values
-            both = values.sum(dtype=torch.float64), values.abs().sum(dtype=torch.float64)
-            before = self._sums.get(name, (0.0, 0.0))
-            self._sums[name] = before[0] + float(both[0]), before[1] + float(both[1])
+        self._gradients.note(name, p.grad)
 
     def compare_gradients(self) -> None:
-        """In the first steps compare the gradients of parameters that all ranks have whole; `problem` is what is wrong.
+        """In the first steps compare the gradients of what all ranks have whole; `problem` is what is wrong."""
+        self.problem = self._gradients.compare() or self.problem
+        if self._is_unchecked and self._gradients.steps == 1 and self._mesh.rank == 0:
+            log.inform(
+                "the plan was not compared with the whole module: no pass of the module itself had tensors and plain "
+                "values as its arguments; call the module, and not its parts"
+            )
 
-        They are the same but for rounding if the plan fits the code of the module, and terms of a sum are not.
-        """
-        if self._compared == _FIRST_STEPS:
-            return
-        self._compared += 1
-        sums = np.array([self._sums.pop(name, (0.0, 0.0)) for name in self._wholes]).reshape(-1, 2)
-        shared = np.concatenate([sums[:, 0], -sums[:, 0], sums[:, 1], -sums[:, 1]])
-        self._axis.all_reduce(shared, op="max", label="control")
-        most, least, most_abs, least_abs = shared.reshape(4, -1)
-        is_term = np.array([name in self._terms for name in self._wholes], bool)
-        allowed = _TOLERANCE * np.maximum(most_abs, _SMALLEST * most_abs[~is_term].max(initial=0.0))
-        apart = np.maximum(most + least, most_abs + least_abs)
-        other = [self._wholes[at] for at in np.flatnonzero((apart > allowed) & ~is_term)]
-        if other:
-            self.problem = ValueError(
-                f"the gradients of {listed(other)} differ between tensor ranks, which have these parameters whole: "
-                "the plan does not fit the code of the module.  Give 'replicated_with_grad_allreduce' to a layer that "
-                "works on features which others have cut, as the norm of a head; let a layer whose outputs are cut be "
-                "followed by one whose inputs are cut, or give it 'colwise_gather_output'.  Or ranks drew unlike "
-                "random numbers, or had unlike targets: seed all tensor ranks alike"
-            )
-            return
-        # One number of half precision may be the same by chance.
-        has_many = np.array([self._tensors[name].numel() > 1 for name in self._wholes], bool)
-        is_same = is_term & has_many & (apart <= _ALIKE * most_abs) & (most_abs > 0)
-        same = [self._wholes[at] for at in np.flatnonzero(is_same)]
-        if same:
-            self.problem = ValueError(
-                f"the gradients of {listed(same)} are the same on all tensor ranks, and the plan has "
-                "'replicated_with_grad_allreduce' for them, which would add them up: that is for a layer whose input "
-                "is a rank's part, as the norm of heads that are cut; give 'replicate', or no style, to a layer whose "
-                "input is whole"
-            )
+
+def _whole_activations(layer: _Layer) -> Iterator[str]:
+    """What a layer takes and gives that all ranks have whole."""
+    cuts, whole = layer.cut.style.cuts, layer.cut.style.whole
+    if layer.cut.kind != "Embedding" and (cuts != "inputs" or whole):
+        yield layer.takes
+    if cuts != "outputs" or whole:
+        yield layer.gives
 
 
 def _parts_of(module: Any, cuts: list[LayerCut], tensors: Mapping[str, Any]) -> dict[str, TensorPart]:
     """How the parameters are cut, by name.  Raises ValueError if layers that share one do not cut it alike."""
     names = {id(p): name for name, p in tensors.items()}
-    wanted = {(id(cut.layer), key): (dim, cut.offsets) for cut in cuts for key, dim in cut.dimensions.items()}
+    wanted = {(id(cut.layer), key): (*how, cut.offsets) for cut in cuts for key, how in cut.dimensions.items()}
     found: dict[str, TensorPart] = {}
     cut_by: dict[int, tuple[str, Any]] = {}
     for path, layer in module.named_modules():
@@ -442,7 +556,7 @@ def _parts_of(module: Any, cuts: list[LayerCut], tensors: Mapping[str, Any]) -> 
                     raise ValueError(
                         f"parameter {names[id(p)]!r} is complex, and cannot be cut: leave its layer out of the plan"
                     )
-                found[names[id(p)]] = TensorPart(how[0], how[1], tuple(p.shape))
+                found[names[id(p)]] = TensorPart(*how, tuple(p.shape))
     return found
 
 

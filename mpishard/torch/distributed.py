@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mpishard.arguments import flag
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import opening
 from mpishard.comm.mesh import Mesh
@@ -41,6 +42,7 @@ def as_distributed(
     shard_units: Any = "auto",
     materialize: Callable[[Any], Any] | None = None,
     plan: Mapping[str, Any] | None = None,
+    check_plan: bool = True,
 ) -> ModuleOptimizer:
     """Set up a PyTorch module for DDP or ZeRO-1, 2 or 3 over the ranks of a mesh; use the result as its optimizer.
 
@@ -91,16 +93,20 @@ def as_distributed(
         ``materialize(layer)`` is called with each submodule that has its own parameters or buffers, when these
         have memory, and fills them in place, as ``lambda layer: layer.reset_parameters()``.  The values of rank 0 are
         taken.  After an error in it, the module is in no usable state.
-    plan : mapping of str to str or ParallelStyle, optional
+    plan : mapping of str to str, tuple or ParallelStyle, optional
         Which layers the tensor ranks of the mesh divide: the style of each by its name, in which ``*`` is any part, as
         ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``.  Styles are the names of transformers "colwise",
-        "colwise_gather_output" or "colwise_rep", "rowwise", "rowwise_split_input" or "rowwise_rep",
-        "embedding_rowwise", "embedding_colwise", "replicate" and "replicated_with_grad_allreduce", or a
-        ``ColwiseParallel`` or ``RowwiseParallel`` of PyTorch.  Layers that it does not name are whole on each tensor
-        rank.  Default: the plan of the module itself, ``module.tp_plan``, as models of transformers have it.  Then all
-        tensor ranks of a data rank call the module with the same samples, ``p.grad`` cannot be used, and the module is
-        whole only within `summon_full_parameters` and after `ModuleOptimizer.close`.  Shoeybi et al., "Megatron-LM"
-        (2019), section 3.
+        "colwise_gather_output" or "colwise_rep", "rowwise", "rowwise_split_input" or "rowwise_rep", "packed_colwise" or
+        ``("packed_colwise", 3)``, "embedding_rowwise", "embedding_colwise", "moe_tp_experts", "replicate" and
+        "replicated_with_grad_allreduce", or a ``ColwiseParallel`` or ``RowwiseParallel`` of PyTorch.  Layers that it
+        does not name are whole on each tensor rank.  Default: the plan of the module itself, ``module.tp_plan``, as
+        models of transformers have it.  Then all tensor ranks of a data rank call the module with the same samples,
+        ``p.grad`` cannot be used, and the module is whole only within `summon_full_parameters` and after
+        `ModuleOptimizer.close`.  Shoeybi et al., "Megatron-LM" (2019), section 3.
+    check_plan : bool
+        Whether the first pass of a module that tensor ranks have cut is compared with that of the whole module, and
+        raises ValueError on all tensor ranks where they differ.  This takes three passes without gradients, in
+        evaluation mode, and meanwhile the memory of the whole module on each tensor rank.
 
     Returns
     -------
@@ -133,10 +139,12 @@ def as_distributed(
         optimizer = optimizer_of_whole_model(
             "a PyTorch module", rule, config, zero, shards_parameters=True, splits_tensors=True
         )
-        cuts = CutModule.of(module, plan, mesh, tensors.trained, tensors.frozen)
+        cuts = CutModule.of(
+            module, plan, mesh, tensors.trained, tensors.frozen, checks_pass=flag("check_plan", check_plan)
+        )
         if cuts is not None:
             _check_cuts(optimizer, materialize)
-            same["plan"] = cuts.described
+            same |= {"plan": cuts.described, "check_plan": check_plan}
         elif zero == 1 and not config.reproducible and config.compressor is None and config.loss_scale is None:
             optimizer = ZeRO1WithGradients(optimizer.rule, config)
         groups = groups_of(optimizer.rule, tensors.trained)

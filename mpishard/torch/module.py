@@ -6,8 +6,9 @@ import gc
 import hashlib
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -313,6 +314,8 @@ class ModuleState:
             self.parameters = self.units.parameters
             tensors = replace(tensors, buffers=dict(_persistent_buffers(module)))  # those on meta have been replaced
         self.tensors: ModuleTensors = tensors
+        if cuts is not None:
+            cuts.check_first_pass(nullcontext if self.units is None else partial(self.units.summoned, False))
         names = {id(buffer): name for name, buffer in tensors.buffers.items()}
         owners = [
             BufferOwner(plain_name(f"{path}." if path else ""), child, names) for path, child in module.named_modules()

@@ -6,6 +6,7 @@ A plan maps patterns of layers to styles: the names of transformers, or objects 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mpishard.arguments import kind_of, listed
+from mpishard.arguments import integer, kind_of, listed
 from mpishard.layout.boxes import run_lengths, split
 from mpishard.torch.units import plain_name
 
@@ -23,11 +24,12 @@ from mpishard.torch.units import plain_name
 class Style:
     """What is cut of a layer."""
 
-    # The features that are cut: "outputs", "inputs" or, for a layer that stays whole, "".  The inputs of an embedding
-    # are its rows.
+    # What is cut: "outputs", "inputs", of experts the "features" between their two layers, or "" for a layer that stays
+    # whole.  The inputs of an embedding are its rows.
     cuts: str
     whole: bool = False  # these features are whole outside of the layer: gathered behind it, or cut in front of it
     sums: bool = False  # each rank has a term of the gradients of the layer
+    packed: int = 1  # the features are those of so many layers in one, of one size, each of which is cut
 
 
 _STYLES = {
@@ -41,6 +43,8 @@ _STYLES = {
     "embedding_colwise": Style("outputs", whole=True),
     "replicate": Style(""),
     "replicated_with_grad_allreduce": Style("", sums=True),
+    "packed_colwise": Style("outputs", packed=2),
+    "moe_tp_experts": Style("features"),
 }
 # The dimension of a parameter that is cut, by the kind of layer and the features.
 _DIMENSIONS = {
@@ -54,27 +58,57 @@ _DIMENSIONS = {
 # The attributes of an attention with the size of a head, and with the number of heads, in libraries and papers.
 _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+# Those with the number of heads of queries for one of keys and values.
+_REPEATS = ("num_key_value_groups", "n_rep")
+
+
+@dataclass(frozen=True)
+class HeadCount:
+    """An attribute of an attention that counts heads of the whole module; rank r has `values[r]` of them."""
+
+    attention: Any
+    name: str
+    values: tuple[int, ...]
+
+    @classmethod
+    def of(cls, attention: Any, names: Sequence[str], whole: int, values: Sequence[int]) -> list[HeadCount]:
+        """Those of some attributes that have this value."""
+        own = {name: value for name, value in vars(attention).items() if type(value) is int}
+        return [cls(attention, name, tuple(values)) for name in names if own.get(name) == whole]
+
+
+@dataclass(frozen=True)
+class SharedHeads:
+    """Heads of keys or values that are fewer than ranks: their layer stays whole, and rank r computes `heads[r]`."""
+
+    size: int
+    heads: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class LayerCut:
-    """A layer that is cut: rank r of the tensor axis has the features ``[offsets[r], offsets[r + 1])``."""
+    """A layer that is cut: rank r of the tensor axis has the features ``[offsets[r], offsets[r + 1])``.
+
+    Of each of the layers that are packed in it. `dimensions` has by the name of a parameter the dimension that is cut,
+    and how many are packed there; the other parameters stay whole, as all do of a layer of `shared` heads. `counts` are
+    attributes of the attention that are to count the heads of the rank.
+    """
 
     path: str
     layer: Any
-    kind: str  # "Linear", "Conv1D" or "Embedding"
+    kind: str  # "Linear", "Conv1D", "Embedding" or "experts"
     style: Style
     offsets: tuple[int, ...]
-
-    @property
-    def dimensions(self) -> dict[str, int]:
-        """The dimension that is cut of each parameter; the other parameters stay whole."""
-        own = self.layer._parameters
-        return {key: dim for key, dim in _DIMENSIONS[self.kind, self.style.cuts].items() if own.get(key) is not None}
+    dimensions: Mapping[str, tuple[int, int]]
+    counts: Sequence[HeadCount] = ()
+    shared: SharedHeads | None = None
 
 
 def styles_of(module: Any, plan: Any) -> dict[str, Style]:
     """The style of each layer that a plan names, by its path; without a plan those of the module's own.
+
+    Also of parameters, where a plan names those of experts.
 
     Raises TypeError or ValueError if the plan is no mapping, has a style that is not known, names what is not there,
     or gives a layer two styles.  Patterns of the module's own plan may match nothing.
@@ -92,8 +126,8 @@ def styles_of(module: Any, plan: Any) -> dict[str, Style]:
     for pattern, value in plan.items():
         if not isinstance(pattern, str):
             raise TypeError(f"a pattern of the plan must be the name of a layer, in which * is a part, got {pattern!r}")
-        matches = [path for path in paths if _fits(pattern, path)]
-        if own and not (matches or any(_fits(pattern, name) for name in names)):
+        matches = [each for each in (*paths, *names) if _fits(pattern, each)]
+        if own and not matches:
             continue
         style = _style_of(pattern, value, "the module's own plan" if own else "the plan")
         if not matches:
@@ -101,11 +135,19 @@ def styles_of(module: Any, plan: Any) -> dict[str, Style]:
                 f"the plan names {pattern!r}, and the module has no such layer; it has {listed(paths)}: see "
                 "module.named_modules()"
             )
-        for path in matches:
-            before, known = found.setdefault(path, (pattern, style))
+        for each in matches:
+            before, known = found.setdefault(each, (pattern, style))
             if known != style:
-                raise ValueError(f"{before!r} and {pattern!r} of the plan give {path!r} two styles: leave one out")
-    return {path: style for path, (_, style) in found.items()}
+                raise ValueError(f"{before!r} and {pattern!r} of the plan give {each!r} two styles: leave one out")
+    styles = {each: style for each, (_, style) in found.items()}
+    for name in filter(styles.__contains__, names):
+        owner = styles.get(name.rpartition(".")[0])
+        if owner is None or owner.cuts != "features":
+            raise ValueError(
+                f"{found[name][0]!r} of the plan is the parameter {name!r}: name its layer; only parameters of "
+                "experts, which have 'moe_tp_experts', have styles of their own"
+            )
+    return styles
 
 
 def _fits(pattern: str, path: str) -> bool:
@@ -114,6 +156,8 @@ def _fits(pattern: str, path: str) -> bool:
 
 
 def _style_of(pattern: str, value: Any, whose: str) -> Style:
+    if isinstance(value, tuple) and len(value) == 2 and value[0] == "packed_colwise":
+        return Style("outputs", packed=integer(f"the number of layers in {pattern!r}", value[1], least=1))
     if isinstance(value, str):
         if value not in _STYLES:
             raise ValueError(
@@ -161,41 +205,84 @@ def cuts_of(module: Any, styles: Mapping[str, Style], ranks: int) -> list[LayerC
     Raises ValueError if a style cannot cut a layer, or there are fewer features or heads than ranks.
     """
     layers = {plain_name(path): layer for path, layer in module.named_modules()}
-    kinds = {path: _kind_of(path, layers, style) for path, style in styles.items() if style.cuts}
-    extents = {path: _extent(layers[path], kind, styles[path]) for path, kind in kinds.items()}
+    cut = {path: style for path, style in styles.items() if style.cuts and path in layers}
+    kinds = {path: _kind_of(path, layers, style) for path, style in cut.items()}
+    dimensions = {path: _dimensions(path, layers[path], kind, styles) for path, kind in kinds.items()}
+    extents = {path: _extent(path, layers[path], dimensions[path]) for path in kinds}
+    with_heads = [each for each, kind in kinds.items() if kind in ("Linear", "Conv1D") and not styles[each].whole]
     found = []
     for path, kind in kinds.items():
         style, extent = styles[path], extents[path]
         parent = path.rpartition(".")[0]
-        beside = [extents[each] for each in kinds if each.rpartition(".")[0] == parent and not styles[each].whole]
-        heads = None if style.whole or kind == "Embedding" else _heads(layers[parent], extent, beside)
+        attention = layers[parent]
+        beside = [extents[each] for each in with_heads if each.rpartition(".")[0] == parent]
+        has_heads = path in with_heads
+        heads = _heads(attention, extent, beside) if has_heads else None
+        size = _head_size(attention) or extent // (heads or 1) or 1
+        queries = max(beside, default=0) // size
+        if heads is not None and heads < ranks <= queries and not queries % (extent // size):
+            if extent == queries * size:
+                heads = queries
+            elif style == _STYLES["colwise"]:
+                found.append(_share_heads(path, layers[path], attention, size, queries, ranks))
+                continue
         parts = extent if heads is None else heads
         if parts < ranks:
             raise ValueError(_too_few(path, style, extent, heads, ranks))
         offsets = tuple(cut * (extent // parts) for cut in split(parts, ranks))
-        found.append(LayerCut(path, layers[path], kind, style, offsets))
-        is_uneven = len(set(run_lengths(offsets))) > 1
-        if is_uneven and not style.whole and kind != "Embedding" and (rate := dropout_rate(layers[parent])):
+        lengths = run_lengths(offsets)
+        counts = [] if heads is None else [length // size for length in lengths]
+        own = HeadCount.of(attention, (*_HEADS, *_KEY_HEADS), extent // size, counts) if counts else []
+        found.append(LayerCut(path, layers[path], kind, style, offsets, dimensions[path], own))
+        if len(set(lengths)) > 1 and has_heads and (rate := dropout_rate(attention)):
             raise ValueError(
-                f"{path!r} is cut into {listed(run_lengths(offsets), 8)} {style.cuts}, and {parent or 'the module'!r} "
+                f"{path!r} is cut into {listed(lengths, 8)} {style.cuts}, and {parent or 'the module'!r} "
                 f"drops out {rate:g} of its elements: ranks with unlike parts would draw unlike random numbers; set "
                 f"the rate to 0, or make the mesh with a tensor size that divides {parts}"
             )
     return found
 
 
+def _share_heads(path: str, layer: Any, attention: Any, size: int, queries: int, ranks: int) -> LayerCut:
+    """The cut of a layer of keys or values with fewer heads than ranks, each for equally many heads of queries.
+
+    A rank computes those of its queries. Where it has several queries for each, and the attention says by how many it
+    repeats a head, it computes this once, else for each query.
+    """
+    count = layer.weight.shape[0] // size
+    repeats_heads = any(vars(attention).get(name) == queries // count for name in _REPEATS)
+    heads: list[tuple[int, ...]] = []
+    times: list[int] = []
+    for start, stop in itertools.pairwise(split(queries, ranks)):
+        served = [query * count // queries for query in range(start, stop)]
+        numbers = set(map(served.count, served))
+        is_even = repeats_heads and len(numbers) == 1
+        heads.append(tuple(sorted(set(served)) if is_even else served))
+        times.append(numbers.pop() if is_even else 1)
+    counts = HeadCount.of(attention, _KEY_HEADS, count, [len(each) for each in heads])
+    counts += HeadCount.of(attention, _REPEATS, queries // count, times)
+    return LayerCut(path, layer, "Linear", _STYLES["colwise"], (), {}, counts, SharedHeads(size, tuple(heads)))
+
+
 def _too_few(path: str, style: Style, extent: int, heads: int | None, ranks: int) -> str:
     if heads is None:
         return f"{path!r} has {extent} {style.cuts} for tensor={ranks} ranks; make it with tensor={extent} or less"
     return (
-        f"{path!r} has {heads} heads for tensor={ranks} ranks (of keys and values, where these have fewer); make the "
-        f"mesh with tensor={heads} or less, or give the layers in front of the attention 'colwise_gather_output', and "
-        "that behind it 'rowwise_split_input': each rank then computes the attention whole"
+        f"{path!r} has {heads} heads for tensor={ranks} ranks; make the mesh with tensor={heads} or less, or give the "
+        "layers in front of the attention 'colwise_gather_output', and that behind it 'rowwise_split_input': each rank "
+        "then computes the attention whole"
     )
 
 
 def _kind_of(path: str, layers: Mapping[str, Any], style: Style) -> str:
     layer, parent = layers[path], layers[path.rpartition(".")[0]]
+    if style.cuts == "features":
+        if getattr(layer, "is_transposed", False) or getattr(layer, "has_bias", False):
+            raise ValueError(
+                f"the experts {path!r} have biases or transposed weights, and what can be cut have neither: give a "
+                "plan without them, so that they are whole on each rank"
+            )
+        return "experts"
     has_weight = isinstance(layer._parameters.get("weight"), torch.nn.Parameter)
     if has_weight and isinstance(layer, torch.nn.Embedding):
         if style.cuts == "inputs" and layer.scale_grad_by_freq:
@@ -206,17 +293,44 @@ def _kind_of(path: str, layers: Mapping[str, Any], style: Style) -> str:
     if has_weight and is_called:
         if type(layer).forward is torch.nn.Linear.forward:
             return "Linear"
-        if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"):
+        if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf") and style.packed == 1:
             return "Conv1D"
     raise ValueError(
         f"{path!r} is a {type(layer).__name__}, and the plan cuts its {style.cuts}: what can be cut are Linear and "
-        "Embedding that their module calls, and the Conv1D of transformers; name layers within it, or leave it out of "
-        "the plan, so that it is whole on each rank"
+        "Embedding that their module calls, and the Conv1D of transformers, of which nothing is packed; name layers "
+        "within it, or leave it out of the plan, so that it is whole on each rank"
     )
 
 
-def _extent(layer: Any, kind: str, style: Style) -> int:
-    return int(layer.weight.shape[_DIMENSIONS[kind, style.cuts]["weight"]])
+def _dimensions(path: str, layer: Any, kind: str, styles: Mapping[str, Style]) -> dict[str, tuple[int, int]]:
+    """The dimension of each parameter of a layer that is cut, and how many layers are packed along it."""
+    own = {key: p for key, p in layer._parameters.items() if p is not None}
+    style = styles[path]
+    if kind != "experts":
+        dimensions = _DIMENSIONS[kind, style.cuts]
+        return {key: (dim, style.packed) for key, dim in dimensions.items() if key in own}
+    found = {}
+    for key, p in own.items():  # of the shape (experts, outputs, inputs)
+        each = styles.get(f"{path}.{key}")
+        if each is not None and each.cuts in ("outputs", "inputs") and not each.whole and p.dim() == 3:
+            found[key] = 1 if each.cuts == "outputs" else 2, each.packed
+    if {dim for dim, _ in found.values()} != {1, 2}:
+        raise ValueError(
+            f"the experts {path!r} have the parameters {', '.join(own)}, of which the plan cuts "
+            f"{', '.join(found) or 'none'}: it needs 'colwise' or 'packed_colwise' for those in front, and 'rowwise' "
+            "for those behind, each with three dimensions"
+        )
+    return found
+
+
+def _extent(path: str, layer: Any, dimensions: Mapping[str, tuple[int, int]]) -> int:
+    """The number of features that are cut, of each of the layers that are packed in a layer."""
+    sizes = {key: layer._parameters[key].shape[dim] for key, (dim, _) in dimensions.items()}
+    extents = {sizes[key] // packed for key, (_, packed) in dimensions.items()}
+    if len(extents) > 1 or any(sizes[key] % packed for key, (_, packed) in dimensions.items()):
+        each = [f"{sizes[key]} features of {packed} in {key!r}" for key, (_, packed) in dimensions.items()]
+        raise ValueError(f"{path!r} has {', '.join(each)}: packed layers must have one number of features")
+    return int(extents.pop())
 
 
 def _heads(parent: Any, extent: int, beside: Sequence[int]) -> int | None:
@@ -225,11 +339,16 @@ def _heads(parent: Any, extent: int, beside: Sequence[int]) -> int | None:
     `beside` are the extents of all layers of the attention that are cut.  Keys and values may have fewer heads than
     queries, which are then cut where keys and values are.
     """
-    size = next((each for name in _HEAD_SIZES if isinstance(each := getattr(parent, name, None), int)), 0)
+    size = _head_size(parent)
     if size:
         return None if extent % size else math.gcd(*(each // size for each in beside if not each % size))
     heads = next((each for name in _HEADS if isinstance(each := getattr(parent, name, None), int)), 0)
     return heads if heads and not extent % heads else None
+
+
+def _head_size(parent: Any) -> int:
+    """The size of a head of an attention; 0 if it does not say."""
+    return next((each for name in _HEAD_SIZES if isinstance(each := getattr(parent, name, None), int)), 0)
 
 
 def dropout_rate(parent: Any) -> float:

@@ -17,6 +17,8 @@ PLAN = {
     "layers.*.o": "rowwise",
     "layers.*.up": "colwise",
     "layers.*.down": "rowwise",
+    "layers.*.gates": "packed_colwise",
+    "layers.*.gated": "rowwise",
     "layers.*.mix": "colwise_gather_output",
     "layers.*.thin": "rowwise_split_input",
     "head": "colwise_rep",
@@ -24,7 +26,7 @@ PLAN = {
 
 
 class Layer(torch.nn.Module):
-    """Attention of three heads with a norm of each, a perceptron of seven features, and layers cut by themselves."""
+    """Attention of three heads with a norm of each, perceptrons of seven and of five gated features, and others."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
@@ -33,6 +35,7 @@ class Layer(torch.nn.Module):
         self.o = torch.nn.Linear(HEADS * HEAD, WIDTH)
         self.norm = torch.nn.LayerNorm(HEAD)
         self.up, self.down = torch.nn.Linear(WIDTH, 7), torch.nn.Linear(7, WIDTH, bias=False)
+        self.gates, self.gated = torch.nn.Linear(WIDTH, 2 * 5), torch.nn.Linear(5, WIDTH, bias=False)
         self.mix, self.thin = torch.nn.Linear(WIDTH, 5).requires_grad_(False), torch.nn.Linear(5, WIDTH)
         self.drop = torch.nn.Dropout(dropout)
 
@@ -41,6 +44,7 @@ class Layer(torch.nn.Module):
         y = torch.nn.functional.scaled_dot_product_attention(self.norm(q), self.norm(k), v, is_causal=True)
         x = x + self.drop(self.o(y.transpose(1, 2).flatten(2)))
         x = x + self.down(torch.tanh(self.up(x)))
+        x = x + self.gated(torch.nn.functional.glu(self.gates(x)))
         return x + self.thin(torch.tanh(self.mix(x)))
 
 

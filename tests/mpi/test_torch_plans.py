@@ -16,6 +16,7 @@ from mpishard.layout.boxes import split
 from mpishard.nn.tensor_parallel import Copy, GatherColumns, Reduce, ScatterColumns
 
 torch = pytest.importorskip("torch")
+from torch_architectures import ARCHITECTURES  # noqa: E402
 from torch_models import assert_same_parameters  # noqa: E402
 from torch_plans import (  # noqa: E402
     HEADS,
@@ -117,16 +118,16 @@ def test_steps_are_those_of_one_process(tensor_mesh, zero):
 
 @needs_ranks
 def test_layers_with_one_input_share_the_sum_of_its_gradient(tensor_mesh):
-    """A layer has four groups of them: queries, keys and values; up; mix, whose output is gathered; and the head."""
+    """A layer has five groups of them: queries, keys and values; up; gates; mix, which is gathered; and the head."""
     module = fresh()
-    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=PLAN)
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=PLAN, check_plan=False)
     tensor_mesh.ledger.clear()
     loss_of(module, words_of(0)).backward()
     calls = {name: found["calls"] for name, found in tensor_mesh.ledger.summary().items() if "activation" in name}
     assert calls == {
-        "tensor.all_reduce activations": 1 + 2 * 3,
+        "tensor.all_reduce activations": 1 + 2 * 4,
         "tensor.all_gather activations": 2 + 1,
-        "tensor.all_reduce activation gradients": 2 * 3 + 1,
+        "tensor.all_reduce activation gradients": 2 * 4 + 1,
         "tensor.all_gather activation gradients": 2,
     }
     optimizer.zero_grad()
@@ -292,61 +293,11 @@ def _encoder_layer():
     return torch.nn.TransformerEncoderLayer(6, 2, 7, dropout=0.0, batch_first=True)
 
 
-SIZES = dict(vocab_size=WORDS, hidden_size=24, intermediate_size=10, num_hidden_layers=2, max_position_embeddings=16)
-GROUPED = dict(num_attention_heads=6, num_key_value_heads=3, head_dim=4)
-# The class of `transformers`, options of its config, and a plan where it has none.
-MODELS = {
-    "Llama": (dict(**SIZES, **GROUPED), None),
-    "Qwen3": (dict(**SIZES, **GROUPED, tie_word_embeddings=True), None),
-    "Qwen2": (dict(**SIZES, num_attention_heads=6, num_key_value_heads=3), None),
-    "Mistral": (dict(**SIZES, **GROUPED), None),
-    "Gemma2": (dict(**SIZES, **GROUPED), None),
-    "Olmo2": (dict(**SIZES, num_attention_heads=6, num_key_value_heads=3, pad_token_id=0), None),
-    "Phi3": (dict(**SIZES, num_attention_heads=6, num_key_value_heads=3, pad_token_id=0), None),
-    "GPTNeoX": (dict(**SIZES, num_attention_heads=3), None),
-    "GPT2": (
-        dict(vocab_size=WORDS, n_embd=12, n_layer=2, n_head=3, n_positions=16)
-        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-        {
-            "transformer.wte": "embedding_rowwise",
-            "lm_head": "colwise_gather_output",
-            "transformer.h.*.attn.c_attn": "colwise_gather_output",
-            "transformer.h.*.attn.c_proj": "rowwise_split_input",
-            "transformer.h.*.mlp.c_fc": "colwise",
-            "transformer.h.*.mlp.c_proj": "rowwise",
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ["Qwen3", *variants.full(*[name for name in MODELS if name != "Qwen3"])])
-def test_models_of_transformers_by_their_own_plan(tensor_mesh, name):
-    """Three heads of keys and values: on two ranks the parts are unlike."""
-    transformers = pytest.importorskip("transformers")
-    if name == "Gemma2" and tensor_mesh.data.size > 1:
-        pytest.skip("its norms sum the gradients of their weights over the samples in float32")
-    options, plan = MODELS[name]
-    config = getattr(transformers, f"{name}Config")(**options, bos_token_id=0, eos_token_id=0)
-    kind = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
-    whole, module = (fresh(kind=lambda: kind(config)) for _ in range(2))
-    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, zero=1, plan=plan)
-    if tensor_mesh.tensor.size > 1:
-        cut = sum(bool(spec.parts) for spec in optimizer.parameters.specs)
-        assert cut >= 5, [spec.name for spec in optimizer.parameters.specs if not spec.parts]
-    expected = take_steps(whole, adamw(whole), range(10))
-    losses = take_steps(module, optimizer, range(10), tensor_mesh.data)
-    means = tensor_mesh.data.all_reduce(np.array(losses)) / tensor_mesh.data.size
-    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-11)
-    optimizer.close()
-    assert_same_parameters(module, whole, atol=1e-10)
-
-
 @pytest.mark.full
 @needs_ranks
 def test_activation_checkpoints_and_gradients_of_their_recomputation(tensor_mesh):
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(**MODELS["Llama"][0])
-    whole, module = (fresh(kind=lambda: transformers.LlamaForCausalLM(config)).train() for _ in range(2))
+    whole, module = (ARCHITECTURES["Llama"].made(transformers, "Llama").train() for _ in range(2))
     module.gradient_checkpointing_enable()
     optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE)
     take_steps(whole, adamw(whole), range(3))
@@ -423,6 +374,89 @@ def test_a_sum_of_gradients_that_are_the_same_is_found_in_the_first_step(tensor_
         optimizer.step()
     optimizer.close()
     assert_same_parameters(module, before, atol=0)
+
+
+class Between(torch.nn.Module):
+    """Two layers with a function of features between them, behind one whose output is gathered."""
+
+    def __init__(self, function, features, kept):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = torch.nn.Linear(WIDTH, features), torch.nn.Linear(kept, WIDTH)
+        torch.nn.init.zeros_(self.down.weight)  # as the last layer of a residual branch may be
+        self.function = function
+
+    def forward(self, x, cache=None):
+        x = self.first(x)
+        return self.last(x + self.down(self.function(x, self.up(x))))
+
+
+BETWEEN = {"first": "colwise_gather_output", "up": "colwise", "down": "rowwise", "last": "colwise_gather_output"}
+
+
+def _odd_is_refused(x, y):
+    if y.shape[-1] % 2:
+        raise ValueError(f"odd number of features: {y.shape[-1]}")
+    return y
+
+
+@needs_ranks
+@pytest.mark.parametrize("zero", [0, *variants.full(3)])
+@pytest.mark.parametrize(
+    ("function", "features", "kept", "message"),
+    [
+        (lambda x, y: torch.mul(*y.chunk(2, -1)), 12, 6, "the input of 'down' differs.*colwise_gather_output"),
+        (lambda x, y: y.softmax(-1), 12, 12, "the input of 'down' differs"),
+        (_odd_is_refused, 7, 7, "odd number"),
+    ],
+    ids=["halves", "softmax", "one_rank"],
+)
+def test_code_that_mixes_cut_features_is_found_in_the_first_pass(tensor_mesh, zero, function, features, kept, message):
+    module = fresh(kind=Between, function=function, features=features, kept=kept)
+    before = copy.deepcopy(module)
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, zero=zero, plan=BETWEEN)
+    x = torch.linspace(-1, 1, 4 * WIDTH).double().reshape(4, WIDTH)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            module(x)
+    assert module.training and module.up.training
+    optimizer.close()
+    assert_same_parameters(module, before, atol=0)
+    if features % 2 == 0:
+        optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, zero=zero, plan=BETWEEN, check_plan=False)
+        module(x)
+        optimizer.close()
+
+
+@needs_ranks
+def test_a_tensor_that_is_whole_beside_cut_features_is_found_in_the_first_step(tensor_mesh):
+    """Numbers of the pass are right, and gradients are not: of this tensor each rank has a term."""
+    module = fresh(kind=Between, function=lambda x, y: y * x.mean(-1, keepdim=True), features=12, kept=12)
+    torch.nn.init.ones_(module.down.weight)
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=BETWEEN)
+    module(torch.linspace(-1, 1, 4 * WIDTH).double().reshape(4, WIDTH)).square().sum().backward()
+    with pytest.raises(ValueError, match="gradients of the input of 'up'.*differ"):
+        optimizer.step()
+    optimizer.close()
+
+
+@needs_ranks
+def test_the_check_of_a_pass_leaves_no_trace_and_says_where_it_was_not_made(tensor_mesh, capsys):
+    module = fresh(kind=Between, function=lambda x, y: torch.tanh(y), features=12, kept=12)
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=BETWEEN)
+    x = torch.ones(4, WIDTH).double()
+    state = torch.get_rng_state()
+    module(x, cache=object()).sum().backward()
+    optimizer.step()
+    said = tensor_mesh.world.allgather_object(capsys.readouterr().err)
+    assert ["not compared with the whole module" in text for text in said] == [True] + [False] * (len(said) - 1)
+    tensor_mesh.ledger.clear()
+    module(x)
+    calls = tensor_mesh.ledger.summary()["tensor.all_gather activations"]["calls"]
+    module(x)
+    assert tensor_mesh.ledger.summary()["tensor.all_gather activations"]["calls"] == calls + calls // 2
+    assert torch.equal(torch.get_rng_state(), state)
+    optimizer.close()
 
 
 @needs_ranks

@@ -269,6 +269,8 @@ def tied(*other, **options):
         (lambda: tied((4, 2), 1, slices=2), "`partial` and `slices`"),
         (lambda: tied((4, 2)), "stage 0 .*'table'"),
         (lambda: ParameterSpec("w", (4,), parts=(((0, 4),), ((0, 4),))), r"'w': each of its 2 pieces .*\(4,\)"),
+        (lambda: ParameterSpec("w", (4,), packed=2), "'w': no piece covers"),
+        (lambda: ParameterSpec("w", (3,), parts=(((0, 1),), ((1, 2),), ((2, 3),)), packed=2), "packed=2 and 3 parts"),
         (lambda: ParameterSpec("", (3,)), "name"),
         (lambda: ParameterSpec("w", (3, -1)), "negative"),
         (lambda: ParameterSpec("w", (3, 2), tensor_dim=2), "has no dimension 2 to split"),
@@ -279,3 +281,24 @@ def tied(*other, **options):
 def test_what_contradicts_itself_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_rank_has_several_boxes_of_a_packed_tensor_and_stores_them_as_one():
+    """Of two packed layers of three features: rank 0 has two of each. Values are those of the whole tensor."""
+    shape, whole = (2, 6, 3), np.arange(36).reshape(2, 6, 3)
+    cuts = [(0, 2), (3, 5), (2, 3), (5, 6)]
+    spec = ParameterSpec("w", shape, parts=tuple(((0, 2), cut, (0, 3)) for cut in cuts), packed=2)
+    found = np.full(shape, -1)
+    for rank in range(2):
+        place = ModelParallelRank(rank, 2)
+        own = np.concatenate([whole[:, slice(*cut)] for cut in cuts[2 * rank : 2 * rank + 2]], 1)
+        pieces = place.holding([ParameterSpec("v", (5,)), spec])
+        assert pieces[1].shape == own.shape and pieces[1].start == 5
+        _, *boxes = place.unpacked(pieces, [spec])
+        assert len(boxes) == 4
+        for box in boxes:
+            values = own.reshape(-1)[box.start - 5 :][: box.size]
+            found[tuple(slice(*each) for each in box.box)] = values.reshape(box.shape)
+    assert np.array_equal(found, whole)
+    with pytest.raises(ValueError, match="cut for 2 ranks"):
+        ModelParallelRank(0, 4).box(spec)

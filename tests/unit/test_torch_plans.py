@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch_plans import PLAN, Transformer  # noqa: E402
 
+from mpishard.torch.plan_checks import PassRecord  # noqa: E402
 from mpishard.torch.plans import Style, cuts_of, styles_of, terms_of  # noqa: E402
 
 
@@ -20,10 +21,10 @@ def test_heads_stay_whole_and_other_features_are_cut_evenly():
     assert {path.rpartition(".")[2]: cut for path, cut in found.items()} == {
         **dict.fromkeys("qkvo", (0, 8, 12)),
         **dict.fromkeys(("up", "down"), (0, 4, 7)),
-        **dict.fromkeys(("mix", "thin"), (0, 3, 5)),
+        **dict.fromkeys(("mix", "thin", "gates", "gated"), (0, 3, 5)),
         **dict.fromkeys(("tokens", "head"), (0, 6, 11)),
     }
-    assert len(found) == 2 + 2 * 8
+    assert len(found) == 2 + 2 * 10
     assert [*terms_of(module, styles_of(module, PLAN))] == [p for each in module.layers for p in each.norm.parameters()]
 
 
@@ -52,6 +53,30 @@ def test_queries_are_cut_where_keys_are(attention, ranks, q, k):
     assert offsets(module, plan, ranks) == {"attention.q": q, "attention.k": k, "attention.o": q}
 
 
+@pytest.mark.parametrize(
+    ("attributes", "heads", "repeats"),
+    [({}, ((0, 0), (0, 1), (1, 1)), (1, 1, 1)), ({"num_key_value_groups": 3}, ((0,), (0, 1), (1,)), (2, 1, 2))],
+    ids=["as_many", "repeated"],
+)
+def test_ranks_share_keys_of_fewer_heads(attributes, heads, repeats):
+    attention = Attention(6, 2, head_dim=4, **attributes)
+    module = torch.nn.ModuleDict({"attention": attention})
+    plan = {"attention.[qk]": "colwise", "*.o": "rowwise"}
+    found = {cut.path: cut for cut in cuts_of(module, styles_of(module, plan), 3)}
+    assert found["attention.q"].offsets == found["attention.o"].offsets == (0, 8, 16, 24)
+    k = found["attention.k"]
+    assert k.shared.heads == heads and not k.dimensions
+    assert {each.name: each.values for each in k.counts} == dict.fromkeys(attributes, repeats)
+
+
+def test_attributes_count_the_heads_of_a_rank():
+    attention = Attention(6, 3, head_dim=4, num_heads=6, num_key_value_heads=3, num_key_value_groups=2, is_causal=True)
+    module = torch.nn.ModuleDict({"attention": attention})
+    found = cuts_of(module, styles_of(module, {"attention.[qk]": "colwise", "*.o": "rowwise"}), 2)
+    counts = {(each.name, each.values) for cut in found for each in cut.counts}
+    assert counts == {("num_heads", (4, 2)), ("num_key_value_heads", (2, 1))}
+
+
 def test_styles_of_pytorch():
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
@@ -72,6 +97,7 @@ def test_styles_of_pytorch():
         ColwiseParallel(use_local_output=False),
         3,
     ]
+    assert styles_of(module, {"layers.0.up": ("packed_colwise", 3)}) == {"layers.0.up": Style("outputs", packed=3)}
     for theirs in others:
         with pytest.raises(ValueError, match=r"layers\.0\.up.*Replicate"):
             styles_of(module, {"layers.0.up": theirs})
@@ -117,11 +143,77 @@ def test_plans_are_mappings_of_names(plan):
 def test_the_plan_of_the_module_itself_may_name_what_is_not_there():
     module = Transformer(1)
     assert styles_of(module, None) == {}
-    module.tp_plan = {"layers.*.up": "colwise", "layers.*.experts": "moe_tp_experts"}
+    module.tp_plan = {"layers.*.up": "colwise", "layers.*.kv_a": "mla_kv_a_proj"}
     assert styles_of(module, None) == {"layers.0.up": Style("outputs")}
-    module.tp_plan = {"layers.*.up": "moe_tp_experts"}
-    with pytest.raises(ValueError, match="own plan has 'moe_tp_experts'"):
+    module.tp_plan = {"layers.*.up": "mla_kv_a_proj"}
+    with pytest.raises(ValueError, match="own plan has 'mla_kv_a_proj'"):
         styles_of(module, None)
     module.tp_plan = {"layers.*.up.weight": "colwise"}
-    with pytest.raises(ValueError, match="no such layer"):
+    with pytest.raises(ValueError, match=r"the parameter 'layers\.0\.up\.weight'"):
         styles_of(module, None)
+
+
+class Experts(torch.nn.Module):
+    def __init__(self, features=4, **attributes):
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.zeros(3, 2 * features, 5))
+        self.down_proj = torch.nn.Parameter(torch.zeros(3, 5, 4))
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+EXPERTS = {"0": "moe_tp_experts", "0.gate_up_proj": "packed_colwise", "0.down_proj": "rowwise"}
+
+
+def test_experts_are_cut_by_the_features_between_their_layers():
+    module = torch.nn.Sequential(Experts())
+    (cut,) = cuts_of(module, styles_of(module, EXPERTS), 3)
+    assert cut.offsets == (0, 2, 3, 4)
+    assert cut.dimensions == {"gate_up_proj": (1, 2), "down_proj": (2, 1)}
+
+
+@pytest.mark.parametrize(
+    ("experts", "plan", "message"),
+    [
+        (Experts(has_bias=True), EXPERTS, "'0' have biases"),
+        (Experts(), {"0": "moe_tp_experts", "0.down_proj": "rowwise"}, "cuts down_proj"),
+        (Experts(features=5), EXPERTS, r"'0' has 10 features of 2 in 'gate_up_proj', 4 features of 1 in 'down_proj'"),
+        (torch.nn.Linear(4, 7), {"0": "packed_colwise"}, "'0' has 7 features of 2"),
+    ],
+    ids=["biases", "one", "unlike", "odd"],
+)
+def test_packed_layers_that_cannot_be_cut_are_refused(experts, plan, message):
+    module = torch.nn.Sequential(experts)
+    with pytest.raises(ValueError, match=message):
+        offsets(module, plan, 2)
+
+
+def _record(x):
+    record = PassRecord()
+    record.note("x", x)
+    return record
+
+
+def test_passes_that_differ_by_rounding_or_in_few_elements_are_alike():
+    whole = torch.linspace(-1, 1, 1000, dtype=torch.float64)
+    whole[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    other = whole * (1 + 1e-9)
+    other[100:150] += 1  # tokens of another expert
+    _record(other).check(_record(whole))
+    _record(torch.zeros(5)).check(_record(torch.zeros(5)))
+    half = whole[3:].bfloat16()
+    _record(half * 1.01).check(_record(half))
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.ones(4, 2), r"shape \(4, 2\), and \(4, 4\)"),
+        (torch.full((4, 4), 1.01), "by 0.01 of its size"),
+        (torch.full((4, 4), torch.nan), "by inf"),
+    ],
+    ids=["shape", "values", "nan"],
+)
+def test_passes_that_differ_are_found(x, message):
+    with pytest.raises(ValueError, match=message):
+        _record(x).check(_record(torch.ones(4, 4)))

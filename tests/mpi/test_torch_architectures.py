@@ -1,0 +1,60 @@
+"""Models of transformers whose layers tensor ranks divide, beside the whole models in one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import variants
+
+import mpishard
+from mpishard import Mesh
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+from torch_architectures import ARCHITECTURES, loss_of, take_steps  # noqa: E402
+from torch_models import assert_same_parameters  # noqa: E402
+from torch_plans import RULE, adamw  # noqa: E402
+
+# Float32 within a model of float64 sums over the samples, as in the norms of Gemma.
+SUMS_OVER_SAMPLES = ("Gemma", "Gemma2", "Gemma3")
+IN_THE_GATE = ("Qwen3Moe", "OPT")
+
+
+@pytest.fixture
+def tensor_mesh(comm):
+    """Two tensor ranks where they divide the ranks, else all; copies on ranks are compared after every step."""
+    with Mesh(comm, tensor=2 if comm.size % 2 == 0 else comm.size, debug=True) as mesh:
+        yield mesh
+
+
+WORKING = [name for name, each in ARCHITECTURES.items() if not each.refused and name not in IN_THE_GATE]
+
+
+@pytest.mark.parametrize("name", [*IN_THE_GATE, *variants.full(*WORKING)])
+def test_steps_of_models_of_transformers_are_those_of_one_process(tensor_mesh, name):
+    """Norms and routers of many are float32 within a model of float64, whose rounding AdamW enlarges."""
+    mesh, architecture = tensor_mesh, ARCHITECTURES[name]
+    if name in SUMS_OVER_SAMPLES and mesh.data.size > 1:
+        pytest.skip("sums over samples in float32")
+    whole, module = (architecture.made(transformers, name) for _ in range(2))
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=1, plan=architecture.plan)
+    if mesh.tensor.size > 1:
+        assert sum(bool(spec.parts) for spec in optimizer.parameters.specs) >= 4
+    expected = take_steps(whole, adamw(whole), architecture.inputs, 10)
+    losses = take_steps(module, optimizer, architecture.inputs, 10, mesh.data)
+    means = mesh.data.all_reduce(np.array(losses)) / mesh.data.size
+    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-6)
+    optimizer.close()
+    assert_same_parameters(module, whole, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if each.refused])
+def test_models_that_cannot_be_cut_are_refused_in_their_first_pass(tensor_mesh, name):
+    architecture = ARCHITECTURES[name]
+    module = architecture.made(transformers, name)
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=architecture.plan)
+    with pytest.raises((ValueError, RuntimeError), match=architecture.refused):
+        loss_of(module, architecture.inputs, 0)
+    optimizer.close()
