@@ -17,6 +17,8 @@ from torch_plans import RULE, adamw  # noqa: E402
 
 # Float32 within a model of float64 sums over the samples, as in the norms of Gemma.
 SUMS_OVER_SAMPLES = ("Gemma", "Gemma2", "Gemma3")
+# Those in which such float32 was seen to differ between one process and tensor ranks; AdamW enlarges the difference.
+FLOAT32_WITHIN = ("Gemma3", "Mixtral")
 IN_THE_GATE = ("Qwen3Moe", "OPT")
 
 
@@ -32,7 +34,6 @@ WORKING = [name for name, each in ARCHITECTURES.items() if not each.refused and 
 
 @pytest.mark.parametrize("name", [*IN_THE_GATE, *variants.full(*WORKING)])
 def test_steps_of_models_of_transformers_are_those_of_one_process(tensor_mesh, name):
-    """Norms and routers of many are float32 within a model of float64, whose rounding AdamW enlarges."""
     mesh, architecture = tensor_mesh, ARCHITECTURES[name]
     if name in SUMS_OVER_SAMPLES and mesh.data.size > 1:
         pytest.skip("sums over samples in float32")
@@ -43,9 +44,9 @@ def test_steps_of_models_of_transformers_are_those_of_one_process(tensor_mesh, n
     expected = take_steps(whole, adamw(whole), architecture.inputs, 10)
     losses = take_steps(module, optimizer, architecture.inputs, 10, mesh.data)
     means = mesh.data.all_reduce(np.array(losses)) / mesh.data.size
-    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-6 if name in FLOAT32_WITHIN else 1e-11)
     optimizer.close()
-    assert_same_parameters(module, whole, atol=1e-5)
+    assert_same_parameters(module, whole, atol=1e-5 if name in FLOAT32_WITHIN else 1e-10)
 
 
 @pytest.mark.full
