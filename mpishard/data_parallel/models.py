@@ -161,10 +161,10 @@ class ShardedModel:
         if gradients.reduced:
             return
         gradients.finalize()
-        if not gradients.is_bound:
+        if not gradients.progress.is_bound:
             for bucket in reversed(gradients.buckets):
                 self._copies.sum(bucket, gradients.memory.of_bucket(bucket))
-            flat = gradients.memory.flat
+            flat = gradients.flat
             if self.config.reproducible:
                 OrderedSums(self._axis, flat).all_reduce(flat)
             else:
