@@ -146,7 +146,7 @@ class ShardedModel:
 
     @property
     def losses_and_gradient(self) -> Callable[[Sequence[tuple[Any, ...]]], Sequence[float]]:
-        """That of the model (`mpishard.parameters.flat.PipelinedModel`); AttributeError if it has none."""
+        """That of the model (`mpishard.parameters.flat.Model`); AttributeError if it has none."""
         model: Any = self.model
         found: Callable[[Sequence[tuple[Any, ...]]], Sequence[float]] = model.losses_and_gradient
         return found
