@@ -94,7 +94,7 @@ class ShardingConfiguration:
         which do not depend on the ranks.  The function must give the same bits for one micro-batch.  For that, BLAS
         gets one thread per rank unless the environment says otherwise, and a problem without ``micro_batch_size`` has
         16 micro-batches.  A pipeline runs the micro-batches of its data rank; a model of your own takes them together
-        if it has `losses_and_gradient` (`mpishard.parameters.flat.PipelinedModel`), else one by one, and what it makes
+        if it has `losses_and_gradient` (`mpishard.parameters.flat.Model`), else one by one, and what it makes
         of one is added as it comes.  In a training loop of your own, `step` counts each rank's gradient as one
         micro-batch, which gives the same bits on the same number of ranks.  With ``shards=1`` MPI does the sums over
         tensor ranks: they give the same bits for the same tensor size if that MPI always adds in one order, as it must

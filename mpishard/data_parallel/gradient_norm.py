@@ -157,7 +157,8 @@ class GradientInspection:
         self.nonfinite_loss = ""
         self.finite_loss = True
         self.interrupted = False
-        strategy.reducer.inspector = self if looks else None
+        if looks:
+            strategy.reducer.look, strategy.reducer.forget_looks = self.look, self.forget
 
     def forget(self) -> None:
         """Forget what was found; the next gradients belong to another step."""

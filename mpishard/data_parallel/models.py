@@ -148,7 +148,7 @@ class ShardedModel:
 
     @property
     def losses_and_gradient(self) -> Callable[[Sequence[tuple[Any, ...]]], Sequence[float]]:
-        """That of the model (`mpishard.parameters.flat.PipelinedModel`); AttributeError if it has none."""
+        """That of the model (`mpishard.parameters.flat.Model`); AttributeError if it has none."""
         model: Any = self.model
         found: Callable[[Sequence[tuple[Any, ...]]], Sequence[float]] = model.losses_and_gradient
         return found
@@ -163,10 +163,10 @@ class ShardedModel:
         if gradients.reduced:
             return
         gradients.finalize()
-        if not gradients.is_bound:
+        if not gradients.progress.is_bound:
             for bucket in reversed(gradients.buckets):
                 self._copies.sum(bucket, gradients.memory.of_bucket(bucket))
-            flat = gradients.memory.flat
+            flat = gradients.flat
             if self.config.reproducible:
                 OrderedSums(self._axis, flat).all_reduce(flat)
             else:

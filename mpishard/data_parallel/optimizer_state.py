@@ -322,14 +322,14 @@ class OptimizerState(ABC):
         else:
             on_rank.strategy.attach(parameters)
         reducer = on_rank.strategy.reducer
-        if not written.is_bound and written.has_content:  # a backward pass ran before the first step
+        if not written.progress.is_bound and written.has_content:  # a backward pass ran before the first step
             if written.reduced:
                 on_rank.strategy.copies.zero_duplicates(written.flat)
             else:
                 written.finalize()
             if self.counters.scaling.value != scale:
                 written.flat[...] *= self.counters.scaling.value / scale  # it was computed without the loss scale
-            reducer.memory.use_external(written.flat)
+            reducer.use_external(written.flat)
         parameters.gradients = reducer
         self._on_rank = on_rank
         on_rank.prepare_step(self.counters)

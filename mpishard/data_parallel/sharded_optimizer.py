@@ -256,7 +256,7 @@ class ShardedOptimizer:
     def _update_along(self, strategy: Strategy, gradients: Array | None, count: float | None, largest: float) -> None:
         """Update along the gradients of all ranks: those of a model, or given ones, the `largest` of them known."""
         if gradients is not None:
-            strategy.memory.use_external(gradients)
+            strategy.reducer.use_external(gradients)
         self.state.on_rank.inspection.note_largest(largest)
         self.update(count if count is not None else self._calls() or self.axis.size, exchange_status=False)
 
@@ -313,7 +313,7 @@ class ShardedOptimizer:
             return
         total = strategy.reducer.accumulation.total
         if total is not None:
-            strategy.memory.use_external(total)
+            strategy.reducer.use_external(total)
         self.update(calls)
 
     def _calls(self) -> int:

@@ -36,7 +36,7 @@ from mpishard.data_parallel.summation import (
     WithinWorker,
 )
 from mpishard.layout.run_state import AVERAGE_ERRORS, GRADIENT_ERRORS
-from mpishard.parameters.buckets import Bucket, BucketMemory
+from mpishard.parameters.buckets import Bucket
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.reducer import GradientReducer
 from mpishard.parameters.zero3_units import ShardedUnits
@@ -103,7 +103,6 @@ class Strategy(ABC):
             reproducible=config.reproducible,
             accumulates=not config.auto_sync_gradients,
         )
-        self.memory: BucketMemory = self.reducer.memory
 
     def _make_ownership(self, parameters: FlatParameters) -> OwnedRanges:
         """A rank owns its shares of the buckets where the state is divided, else all of them.
@@ -250,7 +249,7 @@ class Strategy(ABC):
     def gradient_bytes(self) -> int:
         """Peak bytes of gradient memory on this rank."""
         kept = self.ordered, self.compressed, self.own_sums
-        return self.memory.peak_bytes + sum(each.nbytes for each in kept if each is not None)
+        return self.reducer.memory.peak_bytes + sum(each.nbytes for each in kept if each is not None)
 
 
 # The strategies by name.
@@ -276,7 +275,7 @@ class DataParallel(Strategy):
         return self.mesh.size == self.axis.size and self.compressed is None and not self.workers_differ
 
     def gradients(self) -> list[Array]:
-        return [self.memory.of_bucket(bucket) for bucket in self.shares.buckets]
+        return [self.reducer.memory.of_bucket(bucket) for bucket in self.shares.buckets]
 
     def publish_parameters(self) -> None:
         """Send nothing: every data rank has updated all parameters."""
@@ -302,7 +301,7 @@ class ZeRO1(Strategy):
         return self.shares.at_front(bucket, gradient)
 
     def gradients(self) -> list[Array]:
-        return [self._part(bucket, self.memory.of_bucket(bucket)) for bucket in self.shares.buckets]
+        return [self._part(bucket, self.reducer.memory.of_bucket(bucket)) for bucket in self.shares.buckets]
 
     def publish_parameters(self) -> None:
         self._all_gather_in_place(self.parameters.flat, "parameters")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,32 +21,6 @@ from mpishard.optim import Muon, Rule
 from mpishard.optim.formulas import moving_average
 
 Array = Any
-
-
-class NormBased(Protocol):
-    """The additions of a rule with ``norm_based``: the halves of its step, before and after norms of whole tensors."""
-
-    def direction(
-        self,
-        parameters: Array,
-        gradients: Array,
-        slots: Sequence[Array],
-        step: int,
-        *,
-        divisor: float,
-        clip: float,
-        out: Array,
-    ) -> None:
-        """Update the slots, and write the direction of the step into `out`."""
-        ...
-
-    def trust_ratio(self, parameter_norm: float, direction_norm: float) -> float:
-        """The factor on the direction of one tensor."""
-        ...
-
-    def apply(self, parameters: Array, direction: Array, step: int, ratio: float) -> None:
-        """Move the parameters of one tensor, or of a slice of it, along the direction."""
-        ...
 
 
 class Factors(NamedTuple):
@@ -104,12 +78,15 @@ def _part(row: Sequence[Array], start: int, stop: int) -> Sequence[Array]:
 def _apply_by_norms(
     rule: Rule, on_rank: RankState, rows: Sequence[Sequence[Array]], step: int, factors: Factors
 ) -> None:
-    """Take a step that scales by the norms of whole tensors, of which this rank may own only parts."""
+    """Take a step that scales by the norms of whole tensors, of which this rank may own only parts.
+
+    Such a rule has the methods of LAMB: `direction`, `trust_ratio` and `apply`.
+    """
     strategy, ranges = on_rank.strategy, on_rank.rule_ranges
     owned = [row[0] for row in rows]
     directions = [arrays.empty(values.size, values.dtype, like=values) for values in owned]
     rows = [(*row, direction) for row, direction in zip(rows, directions, strict=True)]
-    rules = [each.scaled(factors.rate_factor) for each in ranges.by_tensor(rule)]
+    rules: list[Any] = [each.scaled(factors.rate_factor) for each in ranges.by_tensor(rule)]
     halves = rule.halves if owned and arrays.runs_cuda(owned[0]) else None
     # Before anything changes: a learning rate may be refused.
     rates = [] if halves is None else [each.learning_rate(step) for each in rules]
@@ -118,21 +95,20 @@ def _apply_by_norms(
     else:
         for own_rule, number, start, stop in ranges.of(rule, factors.rate_factor):
             values, gradient, *state, out = _part(rows[number], start, stop)
-            own = cast(NormBased, own_rule)
+            own: Any = own_rule
             own.direction(values, gradient, state, step, divisor=factors.divisor, clip=factors.clip, out=out)
     specs = strategy.parameters.specs
     vectors = list(zip(ranges.counted, (owned, directions), strict=True))
     before, after = norms(strategy.sync_group, specs, vectors)
     ratios = dict.fromkeys(range(len(specs)), 1.0)
     for tensor in {part.choice for part in ranges.owned.all}:
-        ratios[tensor] = cast(NormBased, rules[tensor]).trust_ratio(before[tensor], after[tensor])
+        ratios[tensor] = rules[tensor].trust_ratio(before[tensor], after[tensor])
     if halves is not None:
         scalars = [(rate * ratios[tensor],) for tensor, rate in enumerate(rates)]
         halves[1].over_ranges(list(zip(owned, directions, strict=True)), ranges.owned, scalars)
         return
     for number, start, stop, tensor in ranges.owned.all:
-        own = cast(NormBased, rules[tensor])
-        own.apply(owned[number][start:stop], directions[number][start:stop], step, ratios[tensor])
+        rules[tensor].apply(owned[number][start:stop], directions[number][start:stop], step, ratios[tensor])
 
 
 def _apply_to_matrices(

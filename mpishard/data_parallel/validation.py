@@ -161,7 +161,7 @@ def check_no_gradients(parameters: FlatParameters) -> None:
 def check_reducer(parameters: FlatParameters, reducer: GradientReducer | None) -> None:
     """Raise ValueError if the reducer of another optimizer already reduces the gradients of these parameters."""
     theirs = parameters.gradients
-    if theirs.is_bound and theirs.has_content and theirs is not reducer:
+    if theirs.progress.is_bound and theirs.has_content and theirs is not reducer:
         raise ValueError(
             "the gradients of these parameters went to another optimizer, which reduces them; "
             "call parameters.reset_gradients() before the backward pass whose gradients this one shall use"

@@ -184,6 +184,9 @@ class PartialSums:
 
     def __init__(self, start: int, stop: int, like: Array) -> None:
         self.block: Array | None = None  # the memory of the gradient under way; None: the buckets' own
+        # By micro-batch of this step the partial sums that it takes in; how many of them are partial sums already.
+        self._tree_merges: tuple[int, ...] = ()
+        self._pushed = 0
         self.spare: list[Array] = []  # memory of earlier partial sums, to use again
         self._start, self._stop = start, stop
         self._like = like
@@ -196,19 +199,34 @@ class PartialSums:
         blocks = [*self._sums, *self.spare, *(() if self.block is None else (self.block,))]
         return sum(int(block.nbytes) for block in blocks if block is not self._own)
 
-    def push(self, flat: Array, tree_merges: int) -> None:
-        """Add the `tree_merges` newest partial sums to a gradient, the newest first; it takes their place."""
-        for _ in range(tree_merges):
+    def begin(self, tree_merges: Sequence[int]) -> None:
+        """Begin a step, as `GradientReducer.keep_apart` says."""
+        self._tree_merges, self._pushed = tuple(tree_merges), 0
+
+    def check(self, is_last: bool) -> None:
+        """Raise RuntimeError unless the micro-batch under way is the last one of this step, or is not."""
+        if is_last is (self._pushed + 1 < len(self._tree_merges)):
+            raise RuntimeError(
+                f"with reproducible=True this backward pass has {len(self._tree_merges)} micro-batches to keep apart, "
+                "but the model has made another number of them; losses_and_gradient makes one of each batch that it "
+                "gets"
+            )
+
+    def push(self, flat: Array) -> None:
+        """Add to a gradient the newest partial sums that belong to it, the newest first; it takes their place."""
+        self.check(is_last=False)
+        for _ in range(self._tree_merges[self._pushed]):
             other = self._sums.pop()
             accumulate(flat, other)
             self.spare.append(other)
         self._sums.append(flat)
+        self._pushed += 1
 
-    def push_block(self, own: Array, tree_merges: int) -> None:
+    def push_block(self, own: Array) -> None:
         """Push the gradient under way; the next one goes to other memory.  `own` is the memory of the buckets."""
         if self.block is None:
             self.block = self._own = own
-        self.push(self.block, tree_merges)
+        self.push(self.block)
         self.block = self.another()
 
     def another(self) -> Array:
@@ -222,14 +240,15 @@ class PartialSums:
         assert self.block is not None
         return self._part(self.block, bucket)
 
-    def add_newest(self, bucket: Bucket, gradient: Array, newest: int) -> None:
-        """Add the `newest` partial sums to the gradient under way of a bucket, the newest first."""
-        for flat in self._sums[len(self._sums) - newest :][::-1]:
+    def complete(self, bucket: Bucket, gradient: Array) -> list[Array]:
+        """Add to the last gradient of a bucket what belongs to its partial sum; returns the others, oldest first."""
+        if not self._tree_merges:
+            return []
+        self.check(is_last=True)
+        others = len(self._sums) - self._tree_merges[-1]
+        for flat in self._sums[others:][::-1]:
             accumulate(gradient, self._part(flat, bucket))
-
-    def earlier(self, bucket: Bucket, newest: int) -> list[Array]:
-        """The partial sums of a bucket, oldest first, without the `newest` that belong to the gradient under way."""
-        return [self._part(flat, bucket) for flat in self._sums[: len(self._sums) - newest]]
+        return [self._part(flat, bucket) for flat in self._sums[:others]]
 
     def forget(self) -> None:
         """Forget the partial sums, for the next step; their memory is spare."""
@@ -239,6 +258,7 @@ class PartialSums:
         self.spare = [block for block in self.spare if block is not self._own]
         self._sums.clear()
         self.block = self._own = None
+        self.begin(())
 
     def _part(self, flat: Array, bucket: Bucket) -> Array:
         return flat[bucket.start - self._start : bucket.stop - self._start]
@@ -308,10 +328,10 @@ class _Place(NamedTuple):
 
 
 class BucketMemory:
-    """The gradient memory of one model on one rank, and which tensors have a gradient in it.
+    """The gradient memory of one model on one rank; what is in it a `GradientProgress` knows.
 
     With `on_demand` a bucket has memory from its first gradient until its `release`, else one flat buffer for all is
-    kept. `partials` has by bucket the partial sums that it is in, for reproducible runs; else it is empty.
+    kept. `apart` are runs of neighbouring buckets whose gradients may be kept apart as partial sums.
     """
 
     def __init__(
@@ -320,21 +340,22 @@ class BucketMemory:
         buckets: Sequence[Bucket],
         like: Array,
         on_demand: bool,
-        partials: Sequence[PartialSums] = (),
+        apart: Iterable[Sequence[Bucket]] = (),
     ) -> None:
         self.on_demand = on_demand
         self.peak_bytes: int = 0  # most bytes of gradient memory held so far
-        self.written: set[str] = set()  # tensors to which a gradient was written; the memory of others has no meaning
         self._like = like
         self._size = sum(piece.size for piece in pieces)
         self._buckets = tuple(buckets)
-        self._partials = tuple(partials)
+        self.partials: dict[int, PartialSums] = {}  # by bucket: those of its run
+        for run in apart:
+            partials = PartialSums(run[0].start, run[-1].stop, like)
+            self.partials.update((bucket.index, partials) for bucket in run)
         self.early: EarlyGradients = EarlyGradients(like)  # gradients that are not in the memory of buckets yet
-        self._names = [names_in(bucket, pieces) for bucket in buckets]
         self._places: dict[str, _Place] = {}
-        for bucket, names in zip(buckets, self._names, strict=True):
+        for bucket in buckets:
             offset = 0
-            for name, piece in zip(names, pieces[bucket.first : bucket.last], strict=True):
+            for name, piece in zip(names_in(bucket, pieces), pieces[bucket.first : bucket.last], strict=True):
                 self._places[name] = _Place(bucket, offset, offset + piece.size, piece.shape)
                 offset += piece.size
         self._flat: Array | None = None
@@ -357,27 +378,27 @@ class BucketMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of gradient memory held now."""
-        own = sum(partials.nbytes for partials in set(self._partials)) + self.early.nbytes
+        own = sum(partials.nbytes for partials in set(self.partials.values())) + self.early.nbytes
         own += 0 if self._flat is None else self._flat.nbytes
         blocks = (*self._blocks.values(), *self._second.values())
         return int(own + self._pool.nbytes + sum(block.nbytes for block in blocks))
 
-    def view(self, name: str) -> tuple[Array, bool]:
-        """The memory for the gradient of tensor `name`, and whether it has content, to which one adds."""
+    def view(self, name: str) -> Array:
+        """The memory for the gradient of tensor `name`, of its shape."""
         bucket, start, stop, shape = self._places[name]
-        if self.early.writing:
-            return self.early.view(name, shape)
-        view = self.of_bucket(bucket)[start:stop].reshape(shape)
-        has_content = name in self.written
-        self.written.add(name)
-        return view, has_content
+        return self.of_bucket(bucket)[start:stop].reshape(shape)
+
+    def early_view(self, name: str) -> tuple[Array, bool]:
+        """The memory for the early gradient of tensor `name`, and whether it has content, to which one adds."""
+        return self.early.view(name, self._places[name].shape)
 
     def of_bucket(self, bucket: Bucket) -> Array:
         """The memory of one bucket; on demand, memory that may be new."""
         if bucket.index in self._lent:
             return self._lent[bucket.index]
-        if self._partials and self._partials[bucket.index].block is not None:
-            return self._partials[bucket.index].part(bucket)
+        partials = self.partials.get(bucket.index)
+        if partials is not None and partials.block is not None:
+            return partials.part(bucket)
         if not self.on_demand:
             if bucket.second_use:
                 if bucket.index not in self._second:
@@ -390,62 +411,49 @@ class BucketMemory:
             self.peak_bytes = max(self.peak_bytes, self.nbytes)
         return self._blocks[bucket.index][: bucket.size]
 
-    def zero_missing(self, bucket: Bucket) -> Array:
-        """Write zeros for the tensors of a bucket that have no gradient; returns the memory of the bucket."""
+    def zeroed(self, bucket: Bucket, names: Iterable[str]) -> Array:
+        """The memory of a bucket, with zeros for these of its tensors."""
         memory = self.of_bucket(bucket)
-        for name in self._names[bucket.index]:
-            if name not in self.written:
-                _, start, stop, _ = self._places[name]
-                memory[start:stop] = 0
+        for name in names:
+            _, start, stop, _ = self._places[name]
+            memory[start:stop] = 0
         return memory
 
-    def use_external(self, flat: Array) -> None:
-        """Use `flat`, this rank's whole gradient, as the memory of this step; afterwards it is the caller's again.
+    def lend(self, flat: Array) -> list[Bucket]:
+        """Use `flat`, the caller's whole gradient, as the memory of this step; returns the buckets that it is for.
 
         It holds the gradients of all uses of a tensor, so second uses have no separate ones.
         """
-        for bucket, names in zip(self._buckets, self._names, strict=True):
-            if not bucket.second_use:
-                self._lent[bucket.index] = flat[bucket.start : bucket.stop]
-                self.written.update(names)
+        lent = [bucket for bucket in self._buckets if not bucket.second_use]
+        self._lent.update((bucket.index, flat[bucket.start : bucket.stop]) for bucket in lent)
+        return lent
 
     def release(self, bucket: Bucket) -> None:
-        """Free the memory of a bucket that is on demand; its tensors have no gradient any more."""
-        if self.on_demand:
-            if self._lent.pop(bucket.index, None) is None:
-                self._pool.release(self._blocks.pop(bucket.index))
-            self.written.difference_update(self._names[bucket.index])
+        """Free the memory of a bucket that is on demand."""
+        if self._lent.pop(bucket.index, None) is None:
+            self._pool.release(self._blocks.pop(bucket.index))
 
     def forget(self) -> None:
-        """Forget all gradients, those in memory of the caller too."""
-        self.written.clear()
+        """Forget all gradients that are not in the buckets' own memory."""
         self._lent.clear()
         self.early.forget()
-        for partials in set(self._partials):
+        for partials in set(self.partials.values()):
             partials.forget()
 
-    def push(self, buckets: Sequence[Bucket], tree_merges: int) -> None:
-        """Push the gradient of all buckets of one order as a partial sum; the next one is written to other memory."""
+    def push(self, buckets: Sequence[Bucket]) -> None:
+        """Push the gradient of all buckets of one run as a partial sum; the next one is written to other memory."""
         first, last = buckets[0], buckets[-1]
         own = self.of_bucket(first) if first.second_use else self.flat[first.start : last.stop]
-        self._partials[first.index].push_block(own, tree_merges)
-        for bucket in buckets:
-            self.written.difference_update(self._names[bucket.index])
+        self.partials[first.index].push_block(own)
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
-    def push_external(self, flat: Array, tree_merges: int) -> Array:
+    def push_external(self, flat: Array) -> Array:
         """Push `flat`, the caller's whole gradient, as a partial sum; returns uninitialised memory for the next one."""
-        (partials,) = set(self._partials)
-        partials.push(flat, tree_merges)
+        (partials,) = set(self.partials.values())
+        partials.push(flat)
         another = partials.another()
         self.peak_bytes = max(self.peak_bytes, self.nbytes + int(another.nbytes))
         return another
-
-    def take_early(self, virtual_stage: int) -> None:
-        """Copy the early gradients of the oldest micro-batch of a virtual stage to the memory of their buckets."""
-        for name, early in self.early.take(virtual_stage).items():
-            view, has_content = self.view(name)
-            view[...] = view + early if has_content else early
 
     def _empty(self, size: int) -> Array:
         made = arrays.empty(size, self._like.dtype, like=self._like)

@@ -651,6 +651,12 @@ class Model(Protocol):
 
     ``loss_and_gradient(*batch)`` returns the loss summed over the batch. It writes the gradients to the views that
     ``parameters.gradient(name)`` returns, or adds to them.
+
+    A model that keeps micro-batches apart, as a pipeline does, also has ``losses_and_gradient(batches)``: the losses of
+    several batches, each summed over its samples. In the backward pass each virtual stage calls
+    ``parameters.gradients.begin_virtual_stage`` and `end_virtual_stage` for each of them, in their order, as
+    `mpishard.pipeline.runtime.Pipeline.train_each` does. With ``reproducible=True`` a training loop passes all
+    micro-batches of a rank through a pipeline together; a model without the method is called once a micro-batch.
     """
 
     @property
@@ -661,20 +667,4 @@ class Model(Protocol):
     @property
     def loss_and_gradient(self) -> Callable[..., float]:
         """The function of a batch."""
-        ...
-
-
-class PipelinedModel(Protocol):
-    """A model that takes several micro-batches in one call, and keeps them apart, as a pipeline does.
-
-    With ``reproducible=True`` a training loop then passes all micro-batches of a rank through the pipeline together. A
-    model without this method is called once a micro-batch.
-    """
-
-    def losses_and_gradient(self, batches: Sequence[tuple[Any, ...]]) -> Sequence[float]:
-        """The losses of several batches, each summed over its samples: a micro-batch of each virtual stage.
-
-        In the backward pass each virtual stage calls ``parameters.gradients.begin_virtual_stage`` and
-        `end_virtual_stage` for each of them, in their order, as `mpishard.pipeline.runtime.Pipeline.train_each` does.
-        """
         ...

@@ -1,12 +1,7 @@
 """A step's gradients, from the backward pass that writes them to the sums over ranks that an optimizer uses.
 
-A bucket is reduced as soon as the last backward pass has completed it, in one fixed order, the last first, so that a
-rank that marks nothing ready issues the same collectives; the schedule interleaves the orders of a rank's pipeline
-stages.
-
-With `on_demand` (ZeRO-2 and 3) each micro-batch is summed. Else a bucket is summed once a step: in the last pass, after
-the last micro-batch of its virtual stage (`BucketOrder.more`, set by the pipeline). A tied tensor is always summed at
-the end of the last pass.
+What is known of a step is in `GradientProgress`, the memory in `BucketMemory`, the ways to sum are `BucketSums`; the
+`GradientReducer` brings them together.
 
 In a reproducible run the micro-batches of a rank are terms of a sum in a fixed order, and `keep_apart` says how they
 are added. Each but the last becomes a partial sum when it is complete; the last is reduced together with these sums.
@@ -14,12 +9,9 @@ are added. Each but the last becomes a partial sum when it is complete; the last
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -28,12 +20,10 @@ from mpishard.backend.array import accumulate
 from mpishard.comm.channel import ChainedRequest, Request
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.tensors import Piece
-from mpishard.parameters.buckets import Bucket, BucketMemory, PartialSums, names_in, second_use
+from mpishard.parameters.buckets import Bucket, BucketMemory, second_use
+from mpishard.parameters.progress import DROP, BucketOrder, GradientPhase, GradientProgress
 
 Array = Any
-
-# How a user drops gradients.
-_DROP = "zero_grad() of the optimizer of a PyTorch module, or reset_gradients() of the FlatParameters of another model"
 
 
 # Gradients of calls of `step` that only add, with ``auto_sync_gradients=False``, until the update that uses them.
@@ -73,31 +63,31 @@ class Accumulation:
         return calls
 
 
-# What a reducer of gradients calls: to sum a bucket over ranks, and to look at it before.
+# What a reducer of gradients calls to sum a bucket over ranks.
 
 PendingSum = Request | ChainedRequest
-
-
 Started = Sequence[tuple[Bucket, Array, PendingSum]]  # each: ``(bucket, gradient, start(bucket, gradient))``
 
 
-class BucketSums(ABC):
-    """Sums buckets over ranks for a `GradientReducer`, which decides when. Collective, except `reset`."""
+class BucketSums:
+    """Sums buckets over ranks for a `GradientReducer`, which decides when. Collective, except `reset`.
 
-    @abstractmethod
+    Here gradients stay on their rank, as before an optimizer has bound the parameters.
+    """
+
     def sum_copies(self, bucket: Bucket, gradient: Array) -> None:
         """Add the terms of the other ranks of this model replica to a gradient.
 
         In a reproducible run no bucket is tied: `add_uses` adds the uses of a tied tensor.
         """
 
-    @abstractmethod
     def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> PendingSum | None:
         """Start the sum of a bucket over the data axis; None if nothing is to be waited for.
 
         With None the result is stored already, and the memory of the gradient is free. `earlier` are the partial sums
         that belong to other terms of the sum than the gradient, oldest first.
         """
+        return None
 
     def finish(self, started: Started) -> None:
         """Wait for sums, and store their results.  Here they are where they belong."""
@@ -108,179 +98,30 @@ class BucketSums(ABC):
         """Add the gradients of the uses of tied tensors, after all sums of a reproducible step."""
         raise NotImplementedError(f"{type(self).__name__} is not for reproducible=True")
 
-    @abstractmethod
     def reset(self) -> None:
         """Forget the sums of this step; the next gradients belong to another."""
-
-
-class Inspector(Protocol):
-    """An object that looks at a rank's gradients before they are summed."""
-
-    def look(self, bucket: Bucket, gradient: Array) -> None:
-        """Look at the complete local gradient of a bucket."""
-
-    def forget(self) -> None:
-        """Forget what was found in this step."""
-
-
-# How far a step's gradients are, and which phase may follow which.
-
-
-class GradientPhase(Enum):
-    """The progress of a step's gradients."""
-
-    ACCUMULATING = "backward passes add to the gradients, and another may follow"
-    REDUCING = "the last pass has completed buckets, and their sums over ranks are under way"
-    REDUCED = "all sums are complete; nothing can be added until the next step"
-
-
-# From which phase a step may get to which other one.
-TRANSITIONS: tuple[tuple[GradientPhase, GradientPhase], ...] = (
-    (GradientPhase.ACCUMULATING, GradientPhase.REDUCING),  # the last pass completes a bucket, or ends
-    (GradientPhase.REDUCING, GradientPhase.REDUCED),  # `finalize`
-    (GradientPhase.REDUCING, GradientPhase.ACCUMULATING),  # `reset`
-    (GradientPhase.REDUCED, GradientPhase.ACCUMULATING),  # `reset`
-)
-
-
-# Which gradients a backward pass has completed, and which bucket is reduced next.
-
-
-@dataclass
-class BucketOrder:
-    """Buckets `first` to `last` (inclusive) of one virtual stage, reduced from the last one to the first.
-
-    `next` is the one that is reduced next, or below `first`.
-    """
-
-    virtual_stage: int
-    tied: bool
-    first: int
-    last: int
-    next: int
-    # More micro-batches of the stage follow in this backward pass: its buckets are not summed yet, even in a step's
-    # last pass (`GradientReducer.is_last_pass`). A pipeline runs all micro-batches of a rank in one pass.
-    more: bool = False
-    pushed: int = 0  # micro-batches of this step that are partial sums
-    apart: bool = False  # a tied tensor and a second use are separate orders
-
-
-class ReadyTracker:
-    """The buckets of a model in the orders in which they are reduced, and the tensors that are ready in this pass."""
-
-    def __init__(self, pieces: Sequence[Piece], buckets: Sequence[Bucket]) -> None:
-        # In flat order, a second use before its virtual stage; end a pass in the reverse order.
-        self.orders: list[BucketOrder] = []
-        # By the name of a tensor or second use: the index of its bucket, and the order of that.
-        self.places: dict[str, tuple[int, BucketOrder]] = {}
-        self._tensors = [bucket.last - bucket.first for bucket in buckets]
-        self._ready: list[set[str]] = [set() for _ in buckets]
-        # A second use is no part of a run: nothing says when it is complete but the end of its virtual stage.
-        for bucket in sorted(buckets, key=lambda bucket: not bucket.second_use):
-            order = self.orders[-1] if self.orders else None
-            apart = bucket.tied or bucket.second_use
-            if order is None or apart or order.apart or order.virtual_stage != bucket.virtual_stage:
-                order = BucketOrder(bucket.virtual_stage, bucket.tied, bucket.index, bucket.index, bucket.index)
-                order.apart = apart
-                self.orders.append(order)
-            order.last = order.next = bucket.index
-            self.places.update(dict.fromkeys(names_in(bucket, pieces), (bucket.index, order)))
-        self.orders.sort(key=lambda order: order.virtual_stage)  # as they are, but for second uses
-
-    @property
-    def begun(self) -> bool:
-        """Return True if a pass has begun and did not end: a gradient of it is complete."""
-        return any(self._ready)
-
-    def mark(self, name: str) -> BucketOrder:
-        """Mark the gradient of a tensor as complete in this pass; returns the order of its bucket."""
-        index, order = self.places[name]
-        self._ready[index].add(name)
-        return order
-
-    def next_is_complete(self, order: BucketOrder) -> bool:
-        """Return True if all gradients of the order's next bucket are complete; False after its last bucket."""
-        return order.next >= order.first and len(self._ready[order.next]) == self._tensors[order.next]
-
-    def end(self, order: BucketOrder) -> None:
-        """End a micro-batch: no gradient of the next one is complete yet."""
-        for ready in self._ready[order.first : order.last + 1]:
-            ready.clear()
-
-    def begin(self, order: BucketOrder) -> None:
-        """Begin another pass over the buckets."""
-        self.end(order)
-        order.next = order.last
-
-
-# The micro-batches of a step that are kept apart: terms of a sum in a fixed order, for reproducible runs.
-
-
-class OrderedMicrobatches:
-    """The micro-batches of a step, which of them are partial sums already, and these sums, separate for each order."""
-
-    def __init__(self, orders: Sequence[BucketOrder], buckets: Sequence[Bucket], like: Array) -> None:
-        self.partials: list[PartialSums] = []  # by bucket: that of its order
-        for order in sorted(orders, key=lambda order: order.first):
-            covered = buckets[order.first : order.last + 1]
-            self.partials += [PartialSums(covered[0].start, covered[-1].stop, like)] * len(covered)
-        # One backward pass has all micro-batches, one by one in each virtual stage; else each pass is one.
-        self.in_pass: bool = False
-        self._merges: tuple[int, ...] = ()
-
-    def begin(self, tree_merges: Sequence[int], in_pass: bool) -> None:
-        """Begin a step, as `GradientReducer.keep_apart` says."""
-        self._merges, self.in_pass = tuple(tree_merges), in_pass
-
-    def forget(self) -> None:
-        """End the step: gradients add up until the next one begins."""
-        self.begin((), False)
-
-    def __bool__(self) -> bool:
-        """Return True if there are micro-batches to keep."""
-        return bool(self._merges)
-
-    def push(self, order: BucketOrder) -> int:
-        """Count a micro-batch of an order as a partial sum; returns how many sums before it are added to it."""
-        self._check(order.pushed + 1 < len(self._merges))
-        order.pushed += 1
-        return self._merges[order.pushed - 1]
-
-    def complete(self, order: BucketOrder, bucket: Bucket, gradient: Array) -> Sequence[Array]:
-        """Add to the last micro-batch's gradient what belongs to its partial sum; returns the other partial sums."""
-        if not self._merges:
-            return ()
-        self._check(order.pushed + 1 == len(self._merges))
-        partials, newest = self.partials[bucket.index], self._merges[-1]
-        partials.add_newest(bucket, gradient, newest)
-        return partials.earlier(bucket, newest)
-
-    def _check(self, as_many: bool) -> None:
-        if not as_many:
-            raise RuntimeError(
-                f"with reproducible=True this backward pass has {len(self._merges)} micro-batches to keep apart, but "
-                "the model has made another number of them; losses_and_gradient makes one of each batch that it gets"
-            )
 
 
 # The context of a backward pass that is not the last one of its step.
 
 
 class NoSync:
-    """The context of `GradientReducer.no_sync`; it may be entered again, also inside itself.
+    """The context of `GradientReducer.no_sync`; it may be entered again, also inside itself."""
 
-    Collective where that says so. ``end(complete)`` ends the pass, not `complete` after an exception.
-    """
-
-    def __init__(self, begin: Callable[[], None], end: Callable[[bool], None]) -> None:
-        self._begin = begin
-        self._end = end
+    def __init__(self, reducer: GradientReducer, before: Callable[[], None]) -> None:
+        self._reducer = reducer
+        self._before = before
 
     def __enter__(self) -> None:
-        self._begin()
+        self._before()
+        self._reducer.progress.hold()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._end(kind is None)
+        try:
+            if kind is None:
+                self._reducer.end_pass()
+        finally:
+            self._reducer.progress.let_go(kind is None)
 
 
 # All of it together.
@@ -289,20 +130,14 @@ class NoSync:
 class GradientReducer:
     """Owns the gradients of one model on one rank for the duration of a step.
 
-    A backward pass asks for memory by `gradient`, writes to it, and calls `mark_ready`. What is ready is reduced at
-    once in the last pass of a step. Passes before it run within `no_sync`; with `accumulates` also between calls of
-    `end_pass`, but not in a training loop. `finalize` ends the last pass and waits for the sums; `reset` begins the
-    next step.
+    A backward pass asks for memory by `gradient`, writes to it, and calls `mark_ready`. Passes before the last one of a
+    step run within `no_sync`; with `accumulates` also between calls of `end_pass`, but not in a training loop.
+    `finalize` ends the last pass and waits for the sums; `reset` begins the next step.
 
     `sums` adds up complete buckets over ranks; without it the gradients stay local. Without `overlap` each sum is
-    waited for as soon as it has started.
-
-    With `on_demand` (ZeRO-2 and 3) a bucket is reduced after every micro-batch, and has memory from its first gradient
-    until then; one reduction is under way at a time. With it or without, a bucket of a tied tensor is kept until the
-    last micro-batch.
-
-    `reproducible`: micro-batches may be kept apart as partial sums; a gradient is then reduced over tensor ranks before
-    it is added to another.
+    waited for as soon as it has started. With `on_demand` (ZeRO-2 and 3) a bucket has memory from its first gradient
+    until its sum, and one sum is under way at a time. `reproducible`: micro-batches may be kept apart as partial sums;
+    a gradient is then reduced over tensor ranks before it is added to another.
     """
 
     def __init__(
@@ -318,21 +153,16 @@ class GradientReducer:
         accumulates: bool = False,
     ) -> None:
         self.buckets: tuple[Bucket, ...] = tuple(buckets)
+        self._pieces = pieces
         self.on_demand = on_demand
         self.overlap: bool = overlap
-        self.inspector: Inspector | None = None
-        self.phase: GradientPhase = GradientPhase.ACCUMULATING
+        self.progress: GradientProgress = GradientProgress(pieces, buckets, on_demand, accumulates, sums is not None)
+        # Of who looks at a rank's gradients: called with a bucket before its sum, and in `reset`.
+        self.look: Callable[[Bucket, Array], None] = lambda bucket, gradient: None
+        self.forget_looks: Callable[[], None] = lambda: None
         self.accumulation = Accumulation()  # gradients of the caller that wait for an update
-        # Passes within `no_sync` since the last `reset`.  Ranks compare their number where all passes are summed.
-        self.passes_before_last: int = 0
-        # What makes a pass the last one of its step, see `is_last_pass`.
-        self._held = 0  # contexts of `no_sync` that are entered
-        self._accumulates = accumulates  # passes outside of `no_sync` may be followed by others
-        self._in_loop = False  # but not those of a training loop
-        self._sums = sums
-        self._has_started_sums = False  # of any bucket since `reset`, also of one whose memory is free again
+        self._sums: BucketSums = BucketSums() if sums is None else sums
         self._pending: list[tuple[Bucket, Array, PendingSum]] = []
-        self._tracker = ReadyTracker(pieces, buckets)
         self._second: dict[str, str] = {
             piece.name: second_use(piece.name)
             for bucket in self.buckets
@@ -340,8 +170,10 @@ class GradientReducer:
             for piece in pieces[bucket.first : bucket.last]
         }
         self._reproducible = reproducible
-        self._microbatches = OrderedMicrobatches(self._tracker.orders if reproducible else (), self.buckets, like)
-        self.memory: BucketMemory = BucketMemory(pieces, buckets, like, on_demand, self._microbatches.partials)
+        # Micro-batches are kept apart: those of one pass, one by one in each virtual stage, or else the passes.
+        self._apart = self._in_pass = False
+        runs = [order.buckets for order in self.progress.orders] if reproducible else ()
+        self.memory: BucketMemory = BucketMemory(pieces, buckets, like, on_demand, runs)
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
@@ -356,34 +188,21 @@ class GradientReducer:
         return not self.on_demand and not self._reproducible
 
     @property
-    def is_bound(self) -> bool:
-        """Return True if an optimizer has bound these gradients, so that each step sums them over ranks."""
-        return self._sums is not None
+    def is_last_pass(self) -> bool:
+        """That of the progress."""
+        return self.progress.is_last_pass
 
     @property
-    def is_last_pass(self) -> bool:
-        """Return True if no other backward pass follows in this step before its gradients are summed over ranks."""
-        return self.is_bound and not self._held and (self._in_loop or not self._accumulates)
+    def has_content(self) -> bool:
+        """That of the progress."""
+        return self.progress.has_content
 
     @property
     def reduced(self) -> bool:
         """Return True if all sums of this step's gradients are complete; nothing can be added then."""
-        return self.phase is GradientPhase.REDUCED
-
-    @property
-    def has_content(self) -> bool:
-        """Return True if gradients were written or reduced since the last `reset`."""
-        return bool(self.memory.written) or self.phase is not GradientPhase.ACCUMULATING or self._has_started_sums
+        return self.progress.phase is GradientPhase.REDUCED
 
     # -- backward passes ----------------------------------------------------------------------------------------------
-
-    def begin_loop(self) -> None:
-        """From now on a training loop has one last pass in each step."""
-        self._in_loop = True
-
-    def end_loop(self) -> None:
-        """From now on passes are those of other code, whose steps may accumulate several."""
-        self._in_loop = False
 
     def gradient(self, name: str, second: bool = False) -> tuple[Array, bool]:
         """The memory for the gradient of tensor `name`, and True to add to it, False to overwrite its content.
@@ -394,16 +213,16 @@ class GradientReducer:
         """
         key = self._second.get(name, name) if second else name
         if self.memory.early.writing:
-            return self.memory.view(key)
-        index, order = self._tracker.places[key]
-        if self.on_demand and order.next < order.first and not self.is_last_pass:
+            return self.memory.early_view(key)
+        order = self.progress.order_of(key)
+        if self.on_demand and not order.left and not self.is_last_pass:
             self._begin(order)  # the last pass has reduced all buckets, and this is another
-        if self.phase is GradientPhase.REDUCED or index > order.next:
+        if self.progress.is_summed(key):
             raise RuntimeError(
                 f"the gradient of {name!r} is reduced already, so another backward pass cannot add to it; call step() "
-                f"in between, or {_DROP}; or set auto_sync_gradients=False to accumulate over several passes"
+                f"in between, or {DROP}; or set auto_sync_gradients=False to accumulate over several passes"
             )
-        return self.memory.view(key)
+        return self.memory.view(key), self.progress.write(key)
 
     def __getitem__(self, name: str) -> Array:
         """The gradient of tensor `name`, for ``gradients[name] += ...``; zeros where nothing was added yet."""
@@ -420,17 +239,23 @@ class GradientReducer:
             raise TypeError(f"gradients[{name!r}] = ... forgets what was added; write gradients[{name!r}] += ...")
 
     def __iadd__(self, other: Any) -> GradientReducer:
-        name = next(iter(self._tracker.places), "name")
+        name = self._pieces[0].name if self._pieces else "name"
         raise TypeError(
             f"gradients of a start with names are added to by name, gradients[{name!r}] += ...; a start that is one "
             "flat array has a flat gradient"
         )
 
+    def completed(self, bucket: Bucket) -> Array:
+        """The gradient of a bucket, with zeros for tensors that have none."""
+        return self.memory.zeroed(bucket, self.progress.missing(bucket))
+
+    def use_external(self, flat: Array) -> None:
+        """Use `flat`, this rank's whole gradient, as the memory of this step; afterwards it is the caller's again."""
+        self.progress.write_buckets(self.memory.lend(flat))
+
     def mark_ready(self, name: str) -> None:
         """Mark the gradient of `name` as complete in this pass, so that its bucket may be reduced."""
-        order = self._tracker.mark(name)
-        if not order.tied and (self.on_demand or (self.is_last_pass and not order.more)):
-            self._reduce(order, rest=False)
+        self._reduce(self.progress.mark_ready(name))
 
     def no_sync(self, before: Callable[[], None] = lambda: None) -> NoSync:
         """A context, for one ``with`` statement, for a backward pass that is not the last one of the step.
@@ -440,33 +265,29 @@ class GradientReducer:
         memory, and this rank keeps only its part of the sums. Entering raises RuntimeError if the last pass has begun
         to reduce.  `before` is called at each entry.
         """
-
-        def begin() -> None:
-            before()
-            self._begin_without_sync()
-
         # A new one: kept here, it would keep the memory of the gradients until a collection.
-        return NoSync(begin, self._end_without_sync)
+        return NoSync(self, before)
 
     def begin_virtual_stage(self, virtual_stage: int, last: bool) -> None:
         """Begin a micro-batch's backward pass of a virtual stage; `last`: no other follows in this pass."""
-        self.memory.take_early(virtual_stage)
-        for order in self._tracker.orders:
-            if order.virtual_stage == virtual_stage:
-                order.more = not last
+        for name, early in self.memory.early.take(virtual_stage).items():
+            view = self.memory.view(name)
+            view[...] = view + early if self.progress.write(name) else early
+        self.progress.begin_microbatch(virtual_stage, last)
 
     def end_virtual_stage(self, virtual_stage: int) -> None:
         """End a micro-batch's pass of a virtual stage; reduce its other buckets. Collective over the data axis."""
-        for order in reversed(self._tracker.orders):
+        progress, more = self.progress, self.progress.has_more(virtual_stage)
+        for order in progress.orders:
             if order.virtual_stage != virtual_stage or order.tied:
                 continue
-            if self._microbatches and self._microbatches.in_pass and order.more:
+            if self._apart and self._in_pass and more:
                 self._keep(order)
-            if self.on_demand or (self.is_last_pass and not order.more):
-                self._reduce(order)
-            if self.on_demand and order.more:
+            if progress.sums_now(order):
+                self._reduce(progress.take(order))
+            if self.on_demand and more:
                 self._begin(order)  # after the last micro-batch `end_pass` does this
-            self._tracker.end(order)
+            progress.end(order)
 
     def end_pass(self) -> None:
         """End a backward pass; in the last one reduce the other buckets, with zeros for what has no gradient.
@@ -477,15 +298,13 @@ class GradientReducer:
 
     def finalize(self) -> None:
         """End the last pass, if that is not done, and wait for all sums.  Collective over the data axis."""
-        if self.phase is GradientPhase.REDUCED:
+        if self.reduced:
             return
-        self._enter(GradientPhase.REDUCING)
-        for order in reversed(self._tracker.orders):
-            self._reduce(order)
+        self._end_pass(last=True)
         self._wait_all()
-        if self._reproducible and self._sums is not None:
+        if self._reproducible:
             self._sums.add_uses(self.memory)
-        self._enter(GradientPhase.REDUCED)
+        self.progress.end_sums()
 
     def abandon(self) -> None:
         """Drop the sums under way, whose communicators were revoked."""
@@ -499,25 +318,19 @@ class GradientReducer:
         Ranks may have started different ones of its sums, and each starts the rest here. So this is collective over the
         data axis after such a pass.
         """
-        if self._tracker.begun and (self.on_demand or self.is_last_pass):
-            self._end_pass(self.is_last_pass)
+        if self.progress.has_begun and (self.on_demand or self.is_last_pass):
+            self.end_pass()
         self.reset()
 
     def reset(self) -> None:
         """Discard the gradients: the next pass starts from zero.  Waits for sums under way; see also `drop`."""
         self._wait_all()
-        for order in self._tracker.orders:
-            self._tracker.begin(order)
-            order.more, order.pushed = False, 0
+        self.progress.reset()
         self.memory.forget()
-        self._microbatches.forget()
+        self._apart = self._in_pass = False
         self.accumulation.forget()
-        self.passes_before_last, self._has_started_sums = 0, False
-        self._enter(GradientPhase.ACCUMULATING)
-        if self._sums is not None:
-            self._sums.reset()
-        if self.inspector is not None:
-            self.inspector.forget()
+        self._sums.reset()
+        self.forget_looks()
 
     # -- micro-batches that are kept apart ----------------------------------------------------------------------------
 
@@ -530,19 +343,20 @@ class GradientReducer:
         in each virtual stage; else each backward pass is a micro-batch.
         """
         assert self._reproducible
-        self._microbatches.begin(tree_merges, in_pass)
+        for partials in set(self.memory.partials.values()):
+            partials.begin(tree_merges)
+        self._apart, self._in_pass = bool(tree_merges), in_pass
 
     def push_external(self, flat: Array) -> Array:
         """Keep a micro-batch apart whose gradient is the caller's array, which is the reducer's from now on.
 
         Returns uninitialised memory for the next one.
         """
-        (order,) = self._tracker.orders
-        return self.memory.push_external(flat, self._microbatches.push(order))
+        return self.memory.push_external(flat)
 
     def begin_input_gradient(self, virtual_stage: int) -> None:
         """Begin a micro-batch's input gradient, whose weight gradient comes later."""
-        if self._microbatches.in_pass:
+        if self._in_pass:
             self.memory.early.begin(virtual_stage)
 
     def end_input_gradient(self) -> None:
@@ -551,89 +365,60 @@ class GradientReducer:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _enter(self, phase: GradientPhase) -> None:
-        if phase is not self.phase:
-            assert (self.phase, phase) in TRANSITIONS, f"{self.phase} to {phase}"
-            self.phase = phase
-
-    def _begin_without_sync(self) -> None:
-        if self.phase is not GradientPhase.ACCUMULATING:
-            raise RuntimeError(
-                "the gradients of this step are being reduced, so that no_sync() comes too late for another backward "
-                f"pass; call step() before, or {_DROP}"
-            )
-        self._held += 1
-
-    def _end_without_sync(self, complete: bool) -> None:
-        try:
-            if complete:
-                self.passes_before_last += 1
-                self._end_pass(False)
-            else:
-                for order in self._tracker.orders:
-                    self._tracker.end(order)
-        finally:
-            self._held -= 1
-
     def _end_pass(self, last: bool) -> None:
-        if self.phase is GradientPhase.REDUCED:
+        progress = self.progress
+        if self.reduced:
             return
         if last:
-            self._enter(GradientPhase.REDUCING)
-        for order in reversed(self._tracker.orders):
+            progress.begin_sums()
+        for order in progress.orders:
             if last:
-                self._reduce(order)
+                self._reduce(progress.take(order))
             elif self.on_demand and not order.tied:
-                self._reduce(order)
+                self._reduce(progress.take(order))
                 self._begin(order)
             else:
-                if self._microbatches and not self._microbatches.in_pass:
+                if self._apart and not self._in_pass:
                     self._keep(order)
-                self._tracker.end(order)
+                progress.end(order)
 
     def _keep(self, order: BucketOrder) -> None:
         """Make a complete micro-batch a separate partial sum; the next one starts a separate gradient."""
-        tree_merges = self._microbatches.push(order)
-        buckets = self.buckets[order.first : order.last + 1]
-        for bucket in reversed(buckets):
-            gradient = self.memory.zero_missing(bucket)
-            if self._sums is not None:
-                self._sums.sum_copies(bucket, gradient)
-        self.memory.push(buckets, tree_merges)
+        self.memory.partials[order.buckets[0].index].check(is_last=False)
+        for bucket in reversed(order.buckets):
+            self._sums.sum_copies(bucket, self.completed(bucket))
+        self.memory.push(order.buckets)
+        self.progress.forget_buckets(order.buckets)
+
+    def _release(self, bucket: Bucket) -> None:
+        """Free the memory of a bucket whose sum is stored, where that is on demand."""
+        if self.on_demand:
+            self.memory.release(bucket)
+            self.progress.forget_buckets([bucket])
 
     def _wait_all(self) -> None:
         """Wait until no sum is under way."""
-        if self._pending and self._sums is not None:
+        if self._pending:
             self._sums.finish(self._pending)
             for bucket, _, _ in self._pending:
-                self.memory.release(bucket)
+                self._release(bucket)
             self._pending.clear()
 
     def _begin(self, order: BucketOrder) -> None:
         self._wait_all()
-        self._tracker.begin(order)
+        self.progress.begin(order)
 
-    def _reduce(self, order: BucketOrder, rest: bool = True) -> None:
-        """Start the sums of the buckets of an order that come next: of all the rest, or of those that are complete."""
+    def _reduce(self, buckets: Iterable[Bucket]) -> None:
+        """Start the sums of buckets."""
         sums = self._sums
-        while order.next >= order.first and (rest or self._tracker.next_is_complete(order)):
-            bucket = self.buckets[order.next]
-            gradient = self.memory.zero_missing(bucket)
+        for bucket in buckets:
+            gradient = self.completed(bucket)
             earlier: Sequence[Array] = ()
             if self._reproducible:
-                if sums is not None:
-                    sums.sum_copies(bucket, gradient)
-                earlier = self._microbatches.complete(order, bucket, gradient)
-            order.next -= 1
-            self._has_started_sums = True
-            if self.phase is GradientPhase.ACCUMULATING and self.is_last_pass:
-                self._enter(GradientPhase.REDUCING)
-            if self.inspector is not None:
-                for partial in (*earlier, gradient):
-                    self.inspector.look(bucket, partial)
-            if sums is None:
-                self.memory.release(bucket)
-                continue
+                sums.sum_copies(bucket, gradient)
+                earlier = self.memory.partials[bucket.index].complete(bucket, gradient)
+            for partial in (*earlier, gradient):
+                self.look(bucket, partial)
             if self.on_demand:
                 self._wait_all()  # ZeRO-2 saves memory by having few buckets at a time
             if not self._reproducible:
@@ -642,7 +427,7 @@ class GradientReducer:
                 pending.test()  # MPI moves data only while it is called
             started = sums.start(bucket, gradient, earlier)
             if started is None:
-                self.memory.release(bucket)
+                self._release(bucket)
             else:
                 self._pending.append((bucket, gradient, started))
             if not self.overlap:

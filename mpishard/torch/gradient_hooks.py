@@ -391,7 +391,8 @@ class SentHooks(LoopHooks):
     @property
     def _more_calls(self) -> dict[str, str]:
         gradients = self._parameters.gradients
-        return {"the number of passes within no_sync": str(gradients.passes_before_last)} if gradients.on_demand else {}
+        passes = str(gradients.progress.passes_before_last)
+        return {"the number of passes within no_sync": passes} if gradients.on_demand else {}
 
     def _make_room(self, name: str, p: Any, gradient: Any) -> None:
         super()._make_room(name, p, gradient)
@@ -473,7 +474,7 @@ class MeanHooks(LoopHooks):
             finish_stream(flat)
             self._earlier = None
         for name, p in self.tensors.items():
-            view = as_numbers(as_tensor(reducer.memory.view(name)[0]), p)
+            view = as_numbers(as_tensor(reducer.memory.view(name)), p)
             self._kept[name] = view, view._version
             # A gradient assigned without a backward pass stays, for `take_changes`; so does a parameter that was moved.
             if not self._has_moved(name, p) and (self._seen or p.grad is None):
@@ -503,7 +504,7 @@ class MeanHooks(LoopHooks):
                 )
             if p.grad.shape != p.shape or p.grad.dtype != self.dtype_of[name]:
                 raise _not_seen(name, "assigned", "")
-            memory, gradient = as_tensor(reducer.memory.view(name)[0]), as_reals(p.grad.detach())
+            memory, gradient = as_tensor(reducer.memory.view(name)), as_reals(p.grad.detach())
             if gradient.data_ptr() != memory.data_ptr():
                 memory.copy_(gradient)
             finish_stream(memory)
@@ -611,9 +612,9 @@ class MeanHooks(LoopHooks):
             if name in self._divided:
                 continue
             if p.grad is None:
-                gradients.memory.written.discard(name)
+                gradients[name][...] = 0
             elif not self._has_moved(name, p):
-                memory = as_tensor(gradients.memory.view(name)[0])
+                memory = as_tensor(gradients.gradient(name)[0])
                 torch.mul(as_reals(p.grad.detach()), 1 / self._divisor, out=memory)
                 finish_stream(memory)
         self._divided.update(self.tensors)

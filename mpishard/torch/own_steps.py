@@ -217,7 +217,7 @@ class WholeSteps(OwnSteps):
     def _step_along(self, factor: float) -> None:
         memory = self._on_rank.parameters.gradients.memory
         for name, p in self._tensors.items():
-            gradient = as_tensor(memory.view(name)[0])
+            gradient = as_tensor(memory.view(name))
             if factor != 1:
                 gradient.mul_(factor)
             self._masters.get(name, p).grad = as_numbers(gradient, p)

@@ -111,7 +111,7 @@ class OptimizationProblem(Objective[P]):
         ----------
         model : model
             An object with ``parameters``, a FlatParameters, and ``loss_and_gradient``, such as `mpishard.nn.GPT`; it
-            may also have ``losses_and_gradient``, see `mpishard.parameters.flat.PipelinedModel`.
+            may also have ``losses_and_gradient``, see `mpishard.parameters.flat.Model`.
         batch : callable
             ``batch(samples)`` returns the arguments of ``model.loss_and_gradient`` for these samples.  A model of
             `mpishard.nn` with dropout gets the numbers of the samples, too.

@@ -155,7 +155,7 @@ class StepRunner:
 
     def detach(self) -> None:
         """Give the reducer back to other code."""
-        self.reducer.end_loop()
+        self.reducer.progress.in_loop = False
 
     def losses_and_gradient(self, batch: np.ndarray) -> tuple[np.ndarray, int]:
         """Losses of a batch and its global number of terms; the batch's loss is the sum of these losses over ranks.
@@ -166,13 +166,13 @@ class StepRunner:
         self.nonfinite_loss = ""
         self.parameters.step = self.optimizer.clock
         self._direction = self.optimizer.state.direction()
-        self.reducer.begin_loop()  # not before: a run that is refused leaves the reducer as it was
+        self.reducer.progress.in_loop = True  # not before: a run that is refused leaves the reducer as it was
         if self.ordered is None:
             losses = np.array([self._forward_backward_shares(batch)])
         else:
             losses = self._forward_backward_terms(batch, self.ordered)
         if not self.of_model:
-            self.reducer.memory.use_external(self._gradients)
+            self.reducer.use_external(self._gradients)
         # Ranks without samples start their reductions here; the others have started theirs in the backward pass.  No
         # other collective may come before.
         self.reducer.end_pass()
@@ -202,7 +202,7 @@ class StepRunner:
         for samples in parts:
             with self._another_follows:
                 losses.append(self._forward_backward(samples))
-            values = self.reducer.memory.flat if self.of_model else self._gradients
+            values = self.reducer.flat if self.of_model else self._gradients
             gradients.append(np.array(arrays.to_host(values), np.float64))
         return losses, gradients
 
