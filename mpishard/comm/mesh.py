@@ -298,7 +298,7 @@ class Mesh:
                 self.family.add(world)
                 self._watchdog: Watchdog | None = Watchdog(world, self.ledger, self.timeout)
                 self.family.ends.append(self._watchdog.close)
-                abort_on_exception(self.ledger, watchdog=self._watchdog)
+                abort_on_exception(self.ledger, gather_failures=self._watchdog.gather_failures)
                 problem = self._split(world, *sizes, problem, places)
                 if problem is not None:
                     self.family.remove(world)

@@ -21,14 +21,13 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard.cli import main
-from mpishard.comm.abort import _try_again
 from mpishard.launch import processes as processes_of_this_machine
 from mpishard.launch.exit_codes import START_AGAIN
 from mpishard.launch.job_notes import Ended, Failure, Heal, Notes
 from mpishard.launch.launchers import Host, HostMonitor, Probe, check_shell, parse_hosts, sweep
 from mpishard.launch.processes import Leftovers
 from mpishard.launch.restart_policy import JobHistory, JobOutcome, Policy, Start, Stop, decide
-from mpishard.launch.signals import ctrl_c_deferred
+from mpishard.launch.signals import ctrl_c_again, ctrl_c_deferred
 
 # A launcher that does not fit the MPI starts several worlds of one rank, which a mesh refuses to train in.
 
@@ -239,7 +238,7 @@ def test_who_takes_it_already_gets_it_at_once() -> None:
 def test_it_comes_again_where_python_has_ignored_it() -> None:
     ignored: Any = SimpleNamespace(exc_type=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
-        _try_again(ignored)
+        ctrl_c_again(ignored)
         threading.Event().wait(60)
 
 
