@@ -201,7 +201,7 @@ def test_a_script_that_trains_twice(watched, monkeypatch):
     folder, steps = watched.folder, iter([1, 1, 61, 61, 1, 3, 3])
     folder.note_started()
     reports, looks = object.__new__(supervisor_reports.Reports), []
-    reports._run, reports._is_first, reports.is_silent = folder, True, False
+    reports._run, reports.is_first, reports.is_silent = folder, True, False
 
     def wait(seconds):
         looks.append(watched(1))
@@ -211,7 +211,7 @@ def test_a_script_that_trains_twice(watched, monkeypatch):
         return reports.step is None
 
     reports._stop = SimpleNamespace(wait=wait)
-    monkeypatch.setattr(supervisor_reports, "_step", lambda: reports.step)
+    monkeypatch.setattr(supervisor_reports, "step_under_way", lambda: reports.step)
     with monkeypatch.context() as patch:
         patch.setattr(JobNotes, "is_over", False)
         reports._follow()
@@ -221,7 +221,7 @@ def test_a_script_that_trains_twice(watched, monkeypatch):
 
 def test_what_all_ranks_were_refused_alike_is_noted(tmp_path):
     reports = object.__new__(supervisor_reports.Reports)
-    reports._run, reports._process, reports._has_trained = JobNotes.create(tmp_path / "run"), os.getpid(), False
+    reports._run, reports._process, reports.has_trained = JobNotes.create(tmp_path / "run"), os.getpid(), False
 
     def refused(call, ranks=1):
         with pytest.raises((TypeError, ValueError, OSError)) as found:
