@@ -181,7 +181,8 @@ def test_a_text_that_is_no_choice_is_refused(text, message):
     ],
 )
 def test_what_is_faster_on_the_processor_is_taken(installed, intel, bfloat16, expected):
-    assert str(choice.faster_here(installed, intel=intel, bfloat16=bfloat16)) == expected
+    offer = libraries.Offer(dict.fromkeys(installed, "1.0"), intel, bfloat16)
+    assert str(choice.fastest_of(offer)) == expected
 
 
 def test_a_file_that_is_no_library_is_told_and_not_taken(monkeypatch, tmp_path):
