@@ -59,9 +59,9 @@ def test_the_variable_decides(mesh, comm):
     assert agreed(mesh, comm, forced="numpy") == "numpy"
 
 
-def test_ranks_agree_where_they_make_a_mesh(comm, monkeypatch):
+def test_ranks_agree_where_they_make_a_mesh(comm, environ):
     choice.activate(Choice.parse("mkl"))
-    monkeypatch.setenv(VARIABLE, "numpy")
+    environ(**{VARIABLE: "numpy"})
     with mpishard.Mesh(comm):
         assert str(choice.active()) == "numpy"
 

@@ -182,7 +182,7 @@ def test_without_an_error_nobody_meets():
     deferred.raise_on_all()
 
 
-def test_what_cannot_wait_is_raised_at_once(monkeypatch):
+def test_what_cannot_wait_is_raised_at_once(environ):
     ends_at_once = (MPI.Exception(MPI.ERR_OTHER), True), (KeyboardInterrupt(), True)
     for error, alone in ((KeyError("no data"), False), *ends_at_once):
         deferred = DeferredError(TwoRanks(), transactional=False)
@@ -192,7 +192,7 @@ def test_what_cannot_wait_is_raised_at_once(monkeypatch):
     deferred = DeferredError(Axis.single(), transactional=False)
     with pytest.raises(KeyError), deferred.capture():
         raise KeyError("no data")
-    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
+    environ(OMPI_MCA_mpi_ft_enable="1")
     deferred = DeferredError(TwoRanks(), transactional=True)
     with pytest.raises(KeyError), deferred.capture():
         raise KeyError("a death")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -419,8 +420,8 @@ def test_where_kernels_are(given: dict[str, str], shown: str) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80])
-def test_the_screen_fits(columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
+def test_the_screen_fits(columns: int, capsys: pytest.CaptureFixture[str], environ: Callable[..., None]) -> None:
+    environ(COLUMNS=str(columns))
     poor = {
         "gpus": 8,
         "mpirun_on_path": Launcher("/b/mpirun", "MPICH"),
@@ -438,8 +439,8 @@ def test_the_screen_fits(columns: int, capsys: pytest.CaptureFixture[str], monke
     assert whole.endswith("3 things are wrong, with 3 warnings.")
 
 
-def test_a_good_job_fits_an_old_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+def test_a_good_job_fits_an_old_terminal(capsys: pytest.CaptureFixture[str], environ: Callable[..., None]) -> None:
+    environ(COLUMNS="80")
     facts = job(*[4] * 20, launches=launches({**PRTE, "OMPI_COMM_WORLD_SIZE": "80"}))
     show(facts, findings(facts))
     lines = capsys.readouterr().out.splitlines()
@@ -447,11 +448,9 @@ def test_a_good_job_fits_an_old_terminal(capsys: pytest.CaptureFixture[str], mon
     assert len(lines) <= 24 and max(map(len, lines)) <= 80
 
 
-def test_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in (*HYDRA, *PRTE, *SRUN):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("PATH", "")  # which may have the mpirun of another MPI
+def test_alone(capsys: pytest.CaptureFixture[str], environ: Callable[..., None]) -> None:
+    environ(**dict.fromkeys((*HYDRA, *PRTE, *SRUN)), COLUMNS="80")
+    environ(PATH="")  # which may have the mpirun of another MPI
     code = main(["info", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert list(report) == ["wrong", "findings", "ranks"]
@@ -467,13 +466,11 @@ def test_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     assert "no launcher: one rank" in text and rank["mpi"]["version"] in text
 
 
-def test_one_of_several_lone_ranks_speaks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in (*HYDRA, *SRUN):
-        monkeypatch.delenv(variable, raising=False)
-    for name, value in PRTE.items():
-        monkeypatch.setenv(name, value)
+def test_one_of_several_lone_ranks_speaks(capsys: pytest.CaptureFixture[str], environ: Callable[..., None]) -> None:
+    environ(**dict.fromkeys((*HYDRA, *SRUN)))
+    environ(**PRTE)
     assert main(["info"]) == 1
     assert "mpirun of Open MPI started 4 ranks" in " ".join(capsys.readouterr().out.split())
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    environ(OMPI_COMM_WORLD_RANK="1")
     assert main(["info"]) == 0
     assert capsys.readouterr().out == ""

@@ -194,7 +194,7 @@ def test_a_file_that_is_no_library_is_told_and_not_taken(monkeypatch, tmp_path):
         assert libraries.loadable() == {}
 
 
-def test_an_installation_by_other_means_is_found_by_its_variable(monkeypatch, tmp_path):
+def test_an_installation_by_other_means_is_found_by_its_variable(environ, monkeypatch, tmp_path):
     (tmp_path / "lib").mkdir()
     library = tmp_path / "lib" / "libdnnl.so.3"
     library.touch()
@@ -202,7 +202,7 @@ def test_an_installation_by_other_means_is_found_by_its_variable(monkeypatch, tm
         monkeypatch.setattr(libraries.sys, folder, str(tmp_path / "none"))
     monkeypatch.setattr(libraries.site, "getuserbase", lambda: str(tmp_path / "none"))
     assert libraries.installed.__wrapped__() == {}
-    monkeypatch.setenv("DNNLROOT", str(tmp_path))
+    environ(DNNLROOT=str(tmp_path))
     assert libraries.installed.__wrapped__() == {ONEDNN: library}
 
 

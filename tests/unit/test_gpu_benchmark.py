@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -217,12 +218,14 @@ def test_results_stay_whole_and_of_one_kind(tools: Any, tmp_path: Path, capsys: 
     assert "results.json cannot be read" in refused(str(tmp_path), "--module", "numpy", "--small")
 
 
-def test_what_is_missing_is_named_before_any_part(tools: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_is_missing_is_named_before_any_part(
+    tools: Any, tmp_path: Path, environ: Callable[..., None], monkeypatch: Any
+) -> None:
     if not tools.is_there("cupy"):
         with pytest.raises(SystemExit, match="not installed: cupy; .*cupy-cuda13x"):
             tools.main([str(tmp_path)])
     (tmp_path / "cupy.py").write_text("raise RuntimeError('cudaErrorInsufficientDriver: too old')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    environ(PYTHONPATH=str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(SystemExit, match="no GPU .*cudaErrorInsufficientDriver: too old"):
         tools.main([str(tmp_path / "out"), "--only", "training"])
@@ -321,13 +324,13 @@ def test_the_peak_of_a_gpu_is_found_by_its_name(tools: Any) -> None:
     assert {name: tools.gpu_machine.peak_tflops(name) for name in known} == known
 
 
-def test_the_mpi_of_a_prefix_is_taken(tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mpi_of_a_prefix_is_taken(tools: Any, tmp_path: Path, environ: Callable[..., None]) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
     packages.mkdir(parents=True)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "mpirun").write_text("#!/bin/sh\n")  # without the mode of a command
     given = tools.Launcher(tmp_path, 9)
-    monkeypatch.setenv("PYTHONPATH", str(packages))
+    environ(PYTHONPATH=str(packages))
     for launcher in (given, tools.Launcher(None, 9)):
         assert launcher.mpirun == str(tmp_path / "bin" / "mpirun")
         assert launcher.environment["LD_LIBRARY_PATH"].split(":")[0] == str(tmp_path / "lib")

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,9 +41,8 @@ OF_THIS_MPI = (
 
 
 @pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLURM_STEP_ID", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
-        monkeypatch.delenv(name, raising=False)
+def no_launcher(environ: Callable[..., None]) -> None:
+    environ(SLURM_STEP_ID=None, PMI_RANK=None, OMPI_COMM_WORLD_RANK=None)
 
 
 @pytest.mark.parametrize(
@@ -54,10 +53,9 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_worlds_of_one_rank_are_refused(
-    environment: dict[str, str], launcher: str, way_out: str, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], launcher: str, way_out: str, environ: Callable[..., None]
 ) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    environ(**environment)
     for comm in (None, MPI.COMM_WORLD):
         with pytest.raises(ValueError, match=f"MPI_COMM_WORLD: {launcher} started 4 .*{way_out}"):
             mpishard.Mesh(comm)
@@ -76,9 +74,8 @@ def test_worlds_of_one_rank_are_refused(
         {**SRUN, **OF_THIS_MPI, "OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"},
     ],
 )
-def test_one_process_that_was_meant_to_be_one(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+def test_one_process_that_was_meant_to_be_one(environment: dict[str, str], environ: Callable[..., None]) -> None:
+    environ(**environment)
     with mpishard.Mesh() as mesh:
         assert mesh.size == 1
 

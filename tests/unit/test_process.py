@@ -7,7 +7,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -95,18 +95,19 @@ def test_the_number_of_threads_is_what_it_was_after_a_product(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"])
-def test_a_choice_of_the_user_stands(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(variable, "2")
+def test_a_choice_of_the_user_stands(variable: str, environ: Callable[..., None]) -> None:
+    environ(**{variable: "2"})
     process._openblas.cache_clear()
     assert process._openblas() is None
     process._openblas.cache_clear()
 
 
-def test_xla_gets_as_many_threads_where_the_user_chose_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
-    monkeypatch.setenv("NPROC", "7")
+def test_xla_gets_as_many_threads_where_the_user_chose_none(
+    environ: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ(OPENBLAS_NUM_THREADS="2", NPROC="7")
     assert process.limit_blas_threads(MPI.COMM_SELF, [0]) == 2 and os.environ["NPROC"] == "7"
-    monkeypatch.delenv("NPROC")
+    environ(NPROC=None)
     assert process.limit_blas_threads(MPI.COMM_SELF, [0]) == 2 and os.environ["NPROC"] == "2"
     monkeypatch.setattr(process, "chosen_by_user", lambda: None)
     with threadpool_limits(2):

@@ -297,12 +297,12 @@ def test_of_a_users_function_only_the_users_frames():
     assert files[:3] == [__file__] * 3 and all("numpy" in file for file in files[3:])
 
 
-def test_of_refused_arguments_the_users_frames_and_who_refuses(monkeypatch):
+def test_of_refused_arguments_the_users_frames_and_who_refuses(environ):
     text, files = text_and_files(refused)
     assert files[:-1] == [__file__] * 2
     assert files[-1].endswith("validation.py")
     assert text.endswith("ValueError: gradients have 4 elements, but parameters have 5\n")
-    monkeypatch.setenv("MPISHARD_TRACEBACK", "1")
+    environ(MPISHARD_TRACEBACK="1")
     text, files = text_and_files(refused)
     assert "left out" not in text and any(file.endswith("settings.py") for file in files)
 
