@@ -46,6 +46,12 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Callable[[range], None]:
     return lambda sizes: monkeypatch.setitem(collectives.EXCHANGED_BYTES, probe().library, sizes)
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of an elastic run that gets a signal does not wait for others to get it, too."""
+    monkeypatch.setattr("mpishard.launch.signals._SKEW_S", 0.0)
+
+
 @pytest.fixture(scope="module")
 def shared_mesh(comm: Any) -> Iterator[Any]:
     """As `mesh`, for all tests of a file.  Collective."""

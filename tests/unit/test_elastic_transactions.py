@@ -329,8 +329,8 @@ class Broken(MPI.Intracomm):
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_survivors_make_their_communicator_together_or_not_at_all(monkeypatch, dies):
-    monkeypatch.setattr("mpishard.elastic.membership.heals_in_place", lambda: True)
+def test_survivors_make_their_communicator_together_or_not_at_all(environ, monkeypatch, dies):
+    environ(OMPI_MCA_mpi_ft_enable="1")
     monkeypatch.setattr(Membership, "lost", False)
     broken, survivors = Broken(MPI.COMM_SELF), Survivors(MPI.COMM_SELF)
     survivors.calls, survivors.hears, survivors.dies = [], True, dies

@@ -287,8 +287,7 @@ def test_layers_multiply_by_the_library_that_was_chosen(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_several_threads_multiply_parts(name, monkeypatch):
-    monkeypatch.setattr(gemm, "_LARGE", 1)
+def test_several_threads_multiply_parts(name):
     random = np.random.default_rng(4)
     for dtype in libraries.TAKES[name]:
         if dtype == "bfloat16" and not libraries.multiplies_bfloat16():
@@ -297,7 +296,7 @@ def test_several_threads_multiply_parts(name, monkeypatch):
         a, b = random.standard_normal((2, 512, 512)).astype(kind)
         out = np.empty((512, 512), a.dtype)
         one, other = (halves(each) if dtype == "bfloat16" else each for each in (a, b))
-        call = gemm.callable_for(product_of(one, other, out), libraries.load(name), 3)
+        call = gemm.callable_for(product_of(one, other, out), libraries.load(name), 3, large=1)
         exact = (gemm.widened(one) @ gemm.widened(other)) if dtype == "bfloat16" else a @ b
         for _ in range(5):  # parts and threads meet in any way
             out.fill(0)
@@ -306,13 +305,12 @@ def test_several_threads_multiply_parts(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["NumPy by addresses", *FLOATS])
-def test_a_forked_process_has_threads_of_its_own(name, monkeypatch):
+def test_a_forked_process_has_threads_of_its_own(name):
     """Those of its parent are not there, and are not waited for when it ends."""
-    monkeypatch.setattr(gemm, "_LARGE", 1)
     library = libraries.load(name) if name in FLOATS else Recorder()
     a, b = np.random.default_rng(4).standard_normal((2, 512, 512)).astype(np.float32)
     expected = np.empty((512, 512), np.float32)
-    call = gemm.callable_for(product_of(a, b, expected), library, 3)
+    call = gemm.callable_for(product_of(a, b, expected), library, 3, large=1)
     call(*addresses(a, b, expected))
 
     def multiply():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -21,7 +22,6 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard.cli import main
-from mpishard.launch import processes as processes_of_this_machine
 from mpishard.launch.exit_codes import START_AGAIN
 from mpishard.launch.job_notes import Ended, Failure, Heal, Notes
 from mpishard.launch.launchers import Host, HostMonitor, Probe, check_shell, parse_hosts, sweep
@@ -160,13 +160,10 @@ sys.stdin.read()
 """
 
 
-def test_segments_that_are_made_one_after_another_are_seen_soon(monkeypatch):
+def test_segments_that_are_made_one_after_another_are_seen_soon():
     """A rank that dies in its first second leaves no time for a later look."""
     now, seen, looks = [0.0], iter([set(), {"a"}, {"a", "b"}, {"a", "b"}]), []
-    monkeypatch.setattr(processes_of_this_machine, "descendants", lambda: looks.append(now[0]))
-    monkeypatch.setattr(processes_of_this_machine, "_mapped", lambda found: next(seen))
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    leftovers = Leftovers()
+    leftovers = Leftovers(lambda: looks.append(now[0]) or next(seen), lambda: now[0])
     for tenth in range(40):
         now[0] = tenth / 10
         leftovers.look()
@@ -185,12 +182,10 @@ def test_segments_that_a_dead_process_of_the_job_had(tmp_path, monkeypatch):
         for path in paths:
             path.write_bytes(bytes(4096))
         mapped = [sys.executable, "-I", "-S", "-c", MAP, *map(str, (mpich, open_mpi, users))]
-        leftovers = Leftovers()
+        leftovers = Leftovers(clock=itertools.count(step=10.0).__next__)
         with subprocess.Popen(mapped, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             process.stdout.readline()
-            with monkeypatch.context() as later:
-                later.setattr(time, "monotonic", lambda: float("inf"))
-                leftovers.look()
+            leftovers.look()
             leftovers.remove(0)
             assert all(path.exists() for path in paths)
             process.kill()

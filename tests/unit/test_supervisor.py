@@ -42,14 +42,13 @@ def python(*words, **environment):
     return done.stderr
 
 
-def test_what_a_killed_supervisor_has_left_goes_with_the_next_start(tmp_path, monkeypatch):
+def test_what_a_killed_supervisor_has_left_goes_with_the_next_start(tmp_path):
     """And no folder of one that lives, nor anything else."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    dead = Path(tempfile.mkdtemp(prefix=".mpishard-run-"))
+    dead = Path(tempfile.mkdtemp(prefix=".mpishard-run-", dir=tmp_path))
     (dead / "start").touch()
     open_to_others = tmp_path / ".mpishard-run-open"
     open_to_others.mkdir(mode=0o755)
-    with _temporary_folder(None) as first, _temporary_folder(None) as second:
+    with _temporary_folder(str(tmp_path)) as first, _temporary_folder(str(tmp_path)) as second:
         assert not dead.exists() and Path(first).is_dir() and Path(second).is_dir()
     assert list(tmp_path.iterdir()) == [open_to_others]
 
@@ -153,17 +152,16 @@ def test_whether_a_script_ran_to_its_end(body, to_its_end):
 
 
 @pytest.fixture
-def watched(tmp_path, monkeypatch):
+def watched(tmp_path):
     """``watched(seconds, gone)``: what a `ProgressMonitor`, its `monitor`, says of its `folder` that much later."""
     folder, clock = JobNotes.create(tmp_path / "run"), SimpleNamespace(now=0.0)
-    monkeypatch.setattr(restart_policy, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     def look(seconds, gone=0):
         clock.now += seconds
         return look.monitor.look(gone)
 
     limits = restart_policy.ProgressLimits(start=20.0, step=100.0, heal=10.0, end=5.0)
-    look.folder, look.monitor = folder, restart_policy.ProgressMonitor(folder, limits)
+    look.folder, look.monitor = folder, restart_policy.ProgressMonitor(folder, limits, lambda: clock.now)
     return look
 
 
