@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, NoReturn
@@ -461,6 +461,23 @@ def start_mpi() -> None:
         _Finalize.wanted = True
 
 
+@contextlib.contextmanager
+def killed_after(seconds: float) -> Iterator[None]:
+    """A context that is left within `seconds`, or SIGALRM kills this process; also if MPI fails in it.
+
+    It is for MPI_Finalize, which waits if a peer is inside MPI.  The timer is the kernel's: mpi4py keeps the
+    interpreter's lock in MPI_Finalize, so that no thread of Python runs.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except MPI.Exception:  # others have ended without Finalize, so that it could not complete
+        os.kill(os.getpid(), signal.SIGALRM)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 def finalize_in_time() -> None:
     """Limit the time of MPI_Finalize from now on: in Open MPI 5 it may wait for ever after a death.
 
@@ -483,14 +500,8 @@ class _Finalize:
             MPI.Finalize()
             return
         sys.stdout.flush()
-        # A timer of the kernel: mpi4py keeps the interpreter's lock in Finalize, so that no thread of Python runs.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, _FINALIZE_S)
-        try:
+        with killed_after(_FINALIZE_S):
             MPI.Finalize()
-        except MPI.Exception:  # others have ended without Finalize, so that it could not complete
-            os.kill(os.getpid(), signal.SIGALRM)
-        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 # Registered on import of mpishard, so that it runs after everything registered later, such as the report of the end.

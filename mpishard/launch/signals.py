@@ -93,7 +93,7 @@ class Interrupts:
 
     came: bool
 
-    def __init__(self, speaks: bool = False) -> None:
+    def __init__(self, speaks: bool) -> None:
         self.came = False
         self._speaks = speaks
         self._before: dict[int, Any] = {}
@@ -170,7 +170,7 @@ class Signals(Interrupts):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(speaks=False)
         self._interrupted = False
         self._reported: float | None = None
 
