@@ -102,7 +102,9 @@ class Reports:
         Interrupts.is_ending = lambda: run.is_ending
         abort_on_exception(note=self._note_failure, note_abort=self._note_abort)
         atexit.register(self._end)
-        self._thread = threading.Thread(target=self._follow, name="mpishard-progress", daemon=True)
+        self._thread = threading.Thread(
+            target=self._follow, args=(self._stop.wait, step_under_way), name="mpishard-progress", daemon=True
+        )
         self._thread.start()
 
     def _speaks(self) -> bool:
@@ -130,14 +132,14 @@ class Reports:
         if os.getpid() == self._process:
             self.write(JobNotes.note_aborted)
 
-    def _follow(self) -> None:
-        """Report the current step, and end this process when its run is over.
+    def _follow(self, over: Callable[[float], bool], step_now: Callable[[], int]) -> None:
+        """Report the current step until `over` of some seconds is True, and end this process when its run is over.
 
         Another optimizer of the script may begin with step 1 again.
         """
         noted = 0
-        while not self._stop.wait(_POLL_S):
-            step = step_under_way()
+        while not over(_POLL_S):
+            step = step_now()
             with contextlib.suppress(OSError):  # a shared disk may fail for a while
                 if self._run.is_over:  # this host was cut off, and the supervisor could not end the process
                     end_with_daemon()

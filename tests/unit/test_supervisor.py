@@ -195,24 +195,20 @@ def test_a_job_that_is_stuck(watched):
     assert "launcher has not for 5 s" in watched(1)
 
 
-def test_a_script_that_trains_twice(watched, monkeypatch):
+def test_a_script_that_trains_twice(watched):
     folder, steps = watched.folder, iter([1, 1, 61, 61, 1, 3, 3])
     folder.note_started()
     reports, looks = object.__new__(supervisor_reports.Reports), []
     reports._run, reports.is_first, reports.is_silent = folder, True, False
 
-    def wait(seconds):
+    def over(seconds):
         looks.append(watched(1))
         if len(looks) == 5:  # in the second run, before its first step is noted
             folder.note_healed(3, 0)
         reports.step = next(steps, None)
         return reports.step is None
 
-    reports._stop = SimpleNamespace(wait=wait)
-    monkeypatch.setattr(supervisor_reports, "step_under_way", lambda: reports.step)
-    with monkeypatch.context() as patch:
-        patch.setattr(JobNotes, "is_over", False)
-        reports._follow()
+    reports._follow(over, lambda: reports.step)
     assert watched(1000) == "" and not any(looks)
     assert (watched.monitor.step, watched.monitor.furthest) == (3, 61)
 
