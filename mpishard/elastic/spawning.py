@@ -36,7 +36,7 @@ from mpi4py import MPI
 from mpishard.backend.compiled import prepare
 from mpishard.comm.abort import die, fail_alone, killed_after
 from mpishard.comm.capabilities import heals_in_place
-from mpishard.comm.mesh import CELL_OPTION
+from mpishard.launch.detection import CELL_OPTION
 from mpishard.launch.script import parted, without_runner
 
 # Tags of the messages from joining processes to the leader, and WORD for the leader's; then the leader's two words.

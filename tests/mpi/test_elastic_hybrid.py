@@ -27,11 +27,11 @@ from mpishard import (
     nn,
 )
 from mpishard.checkpoint import Checkpoints
-from mpishard.comm.mesh import CELL_OPTION
 from mpishard.elastic import control
 from mpishard.elastic.control import ControlFolder
 from mpishard.elastic.membership import Membership
 from mpishard.elastic.mesh_choice import MeshSizes
+from mpishard.launch.detection import CELL_OPTION
 from mpishard.launch.job_notes import RunLost
 from mpishard.layout.tensors import ModelParallelRank
 

@@ -19,12 +19,12 @@ from mpi4py import MPI
 import mpishard
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import Ledger
-from mpishard.comm.mesh import CELL_OPTION
 from mpishard.elastic import transactions as agreements
 from mpishard.elastic.membership import Member, Membership, Peer, Roles
 from mpishard.elastic.phases import TRANSITIONS, Phase, PhaseEvent, next_phase
 from mpishard.elastic.spawning import BOOT, command, flush_output
 from mpishard.elastic.transactions import ResizeMetadata, RunStatus, Transactions, buddies, needs_copy
+from mpishard.launch.detection import CELL_OPTION
 from mpishard.launch.script import RUNNER
 from mpishard.training.checkpoints import RunProgress
 from mpishard.training.run import StepOutcome
