@@ -43,7 +43,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,10 @@ def is_there(package: str) -> bool:
     return package == "standin" or importlib.util.find_spec(package) is not None
 
 
+HAS_TORCH = is_there("torch")
+Part = Callable[[Launcher, Setting, SoFar], Found]
+
+
 # -- the parts ---------------------------------------------------------------------------------------------------------
 
 
@@ -106,8 +110,7 @@ def of_kind(launcher: Launcher, name: str, setting: Setting, kind: str, ranks: i
 
 
 def part_training(launcher: Launcher, setting: Setting, so_far: SoFar) -> Found:
-    has_torch = importlib.util.find_spec("torch") is not None
-    kinds = list(gpu_training.KINDS) if has_torch else ["mpishard"]
+    kinds = list(gpu_training.KINDS) if HAS_TORCH else ["mpishard"]
     turns: list[Found] = []
     failures: dict[str, str] = {}
     peak: Found = {}
@@ -119,16 +122,16 @@ def part_training(launcher: Launcher, setting: Setting, so_far: SoFar) -> Found:
             failures |= failed
             kinds = [kind for kind in kinds if kind not in failed]
             if found:
-                so_far(_of_turns(setting, turns, peak, failures, has_torch))
+                so_far(_of_turns(setting, turns, peak, failures))
         if not turn:
             peak, failed = of_kind(launcher, "peak", setting, "peak")
             failures |= failed
     if not any(turns):
         raise Failed("\n".join(failures.values()))
-    return _of_turns(setting, turns, peak, failures, has_torch)
+    return _of_turns(setting, turns, peak, failures)
 
 
-def _of_turns(setting: Setting, turns: list[Found], peak: Found, failures: dict[str, str], has_torch: bool) -> Found:
+def _of_turns(setting: Setting, turns: list[Found], peak: Found, failures: dict[str, str]) -> Found:
     """What the turns so far say."""
     rates: dict[str, list[float]] = {}
     for turn in turns:
@@ -152,14 +155,14 @@ def _of_turns(setting: Setting, turns: list[Found], peak: Found, failures: dict[
         "flops_of_token": gpu_training.flops_of_token(setting.gpt),
         "parameters": gpu_training.parameters_of(setting.gpt),
         "measured_peak": peak.get("peak"),
-        "has_torch": has_torch,
+        "has_torch": HAS_TORCH,
         "failures": failures,
     }
 
 
 def part_trace(launcher: Launcher, setting: Setting, so_far: SoFar) -> Found:
     result: Found = {"kinds": {}, "picture": None, "failures": {}}
-    for kind in ("mpishard", "torch") if importlib.util.find_spec("torch") else ("mpishard",):
+    for kind in ("mpishard", "torch") if HAS_TORCH else ("mpishard",):
         found, failed = of_kind(launcher, "trace", setting, kind)
         result["kinds"] |= found
         result["failures"] |= failed
@@ -199,9 +202,9 @@ def part_minimize(launcher: Launcher, setting: Setting, so_far: SoFar) -> Found:
     return launcher.child("minimize", setting)
 
 
-def part_parity(launcher: Launcher, setting: Setting, so_far: SoFar) -> Found:
-    result: Found = {"cases": {}, "losses": {}, "failures": {}, "has_torch": bool(importlib.util.find_spec("torch"))}
-    if not result["has_torch"]:
+def part_parity(launcher: Launcher, setting: Setting, so_far: SoFar, has_torch: bool = HAS_TORCH) -> Found:
+    result: Found = {"cases": {}, "losses": {}, "failures": {}, "has_torch": has_torch}
+    if not has_torch:
         return result
     # Each in a process of its own: an error of CUDA ends the process, and libraries of PyTorch and CuPy may differ.
     with tempfile.TemporaryDirectory() as folder:
@@ -226,7 +229,7 @@ def part_parity(launcher: Launcher, setting: Setting, so_far: SoFar) -> Found:
 
 
 # In the order in which they are wanted, should the time not be enough for all.
-PARTS: dict[str, Callable[[Launcher, Setting, SoFar], Found]] = {
+PARTS: dict[str, Part] = {
     "facts": part_facts,
     "training": part_training,
     "bandwidth": part_bandwidth,
@@ -269,7 +272,7 @@ def write(path: Path, text: str) -> bool:
     return True
 
 
-def run_parts(launcher: Launcher, setting: Setting, parts: list[str]) -> dict[str, Any]:
+def run_parts(launcher: Launcher, setting: Setting, parts: Mapping[str, Part]) -> dict[str, Any]:
     """Run parts one after the other; results are written after each, beside those of parts that ran before.
 
     Those of a part that takes long are written while it goes on, too.  What is not started for lack of time keeps what
@@ -279,7 +282,7 @@ def run_parts(launcher: Launcher, setting: Setting, parts: list[str]) -> dict[st
     results = earlier(setting)
     of_before = set(results)
     written: list[bool] = []
-    for name in parts:
+    for name, part in parts.items():
         start = time.monotonic()
 
         def keep(found: Found, name: str = name, start: float = start, *, unfinished: bool = False) -> None:
@@ -292,7 +295,7 @@ def run_parts(launcher: Launcher, setting: Setting, parts: list[str]) -> dict[st
 
         print(f"-- {name}", flush=True)
         try:
-            found = PARTS[name](launcher, setting, functools.partial(keep, unfinished=True))
+            found = part(launcher, setting, functools.partial(keep, unfinished=True))
         except OutOfTime as error:
             if name not in results:
                 keep({"failed": str(error)})
@@ -330,10 +333,11 @@ def without_gpu(launcher: Launcher) -> str:
     return "" if re.fullmatch("GPUs: [1-9][0-9]*", last) else last
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None, every: Mapping[str, Part] = PARTS) -> int:
+    """The command, of the arguments of this process; tests give others, and other parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", nargs="?", type=Path, default=Path("gpu-results"), help="folder of results")
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="these parts")
+    parser.add_argument("--only", nargs="+", choices=list(every), default=list(every), help="these parts")
     parser.add_argument("--quick", action="store_true", help="fewer repeats, and a few files of tests")
     parser.add_argument("--within", type=seconds, metavar="SECONDS", help="end before; what is left is for --rest")
     parser.add_argument("--rest", action="store_true", help="those that did not end well in OUT, or are not there")
@@ -346,7 +350,7 @@ def main() -> int:
     parser.add_argument("--child", choices=list(CHILDREN), help=argparse.SUPPRESS)
     parser.add_argument("--kind", default="", help=argparse.SUPPRESS)
     parser.add_argument("--setting", default="{}", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.child:
         found = CHILDREN[options.child](Setting(**json.loads(options.setting)), options.kind)
         if found is not None:
@@ -367,10 +371,10 @@ def main() -> int:
         known = earlier(setting)
     except (OSError, ValueError) as error:
         parser.error(f"cannot keep results in {options.output}: {error}")
-    parts = [name for name in options.only if not (options.rest and is_done(known.get(name)))]
+    parts = {name: every[name] for name in options.only if not (options.rest and is_done(known.get(name)))}
     try:
         # The facts say more about a GPU that CuPy does not find.
-        if options.module == "cupy" and parts not in ([], ["facts"]) and (why := without_gpu(launcher)):
+        if options.module == "cupy" and parts.keys() - {"facts"} and (why := without_gpu(launcher)):
             sys.exit(f"CuPy finds no GPU ({why}); --only facts says what is there, --module numpy --small needs none")
         results = run_parts(launcher, setting, parts)
     except KeyboardInterrupt:

@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 NO_MPIRUN = "no mpirun beside this Python nor on PATH: install an MPI, or name its prefix with --mpi"
 # Seconds for one process; torch.compile and kernels compiled at first use are the slowest.
 LIMIT = {"facts": 180, "tests": 600, "training": 420, "trace": 300, "memory": 240, "bandwidth": 240}
-# Seconds below which nothing is started: a child takes as long to import its packages.
+# A child takes as long to import its packages.
 LEAST = 10
 
 
@@ -45,10 +45,12 @@ class Launcher:
         The most seconds for a child, whatever it asks for.
     within : float, optional
         Seconds from now on until all children have ended.
+    least : float
+        Seconds below which nothing is started.
     """
 
-    def __init__(self, prefix: Path | None, limit: float, within: float = math.inf) -> None:
-        self.limit = limit
+    def __init__(self, prefix: Path | None, limit: float, within: float = math.inf, least: float = LEAST) -> None:
+        self.limit, self.least = limit, least
         self._end = time.monotonic() + within
         self._running: set[subprocess.Popen[Any]] = set()
         self._ended = False
@@ -79,7 +81,7 @@ class Launcher:
         With 0 ranks there is no launcher.
         """
         command = [sys.executable, *arguments]
-        if self.left < LEAST:
+        if self.left < self.least:
             raise OutOfTime("no time was left")
         if ranks:
             if self.mpirun is None:

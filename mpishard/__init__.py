@@ -239,14 +239,14 @@ def _runs_distributed() -> bool:
 # A rank may fail before it has a mesh, and the others must hear of it: ranks start MPI here, and it ends the job.
 # In a program that does not run distributed nothing is replaced: neither hooks nor handlers nor the environment.
 if _runs_distributed():
-    from mpishard.launch.signals import ctrl_c_deferred
+    from mpishard.launch.signals import ctrl_c_deferred, restore_sigusr1
 
     with ctrl_c_deferred():
         from mpishard.launch.detection import check_before_mpi
 
         check_before_mpi()
 
-        from mpishard.comm.abort import abort_on_exception, restore_sigusr1, start_mpi
+        from mpishard.comm.abort import abort_on_exception, start_mpi
 
         start_mpi()
         from mpishard.comm.supervisor_reports import watch_script

@@ -136,9 +136,23 @@ def mesh(comm: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def without_debug(monkeypatch: pytest.MonkeyPatch) -> None:
+def environ(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``environ(NAME="value", OTHER=None)``: the first variable is in the test's environment, the second is not."""
+
+    def change(**variables: str | None) -> None:
+        for name, value in variables.items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+
+    return change
+
+
+@pytest.fixture
+def without_debug(environ: Callable[..., None]) -> None:
     """For tests of what is sent, and when: with MPISHARD_DEBUG=1 ranks send more, and wait.  By `usefixtures`."""
-    monkeypatch.delenv("MPISHARD_DEBUG", raising=False)
+    environ(MPISHARD_DEBUG=None)
 
 
 @pytest.fixture

@@ -41,16 +41,16 @@ _POLL_S = 0.01
 _CORES = 2**32
 
 
-def load_or_make(name: str, load: Callable[[], bool], make: Callable[[], None]) -> None:
+def load_or_make(name: str, load: Callable[[], bool], make: Callable[[], None], patience: float = _WAIT_S) -> None:
     """Load the function `name` from the cache, or make it. If another process makes it, wait and then load it.
 
     `load` returns True if it was in the cache; `make` compiles it and puts it there. If the process that makes it dies,
     another one does. At most as many processes make functions as the node has cores. The others wait for a core without
-    calling `load`, which would take processor time from those that compile.
+    calling `load`, which would take processor time from those that compile.  After `patience` seconds it is made here.
     """
     if load():
         return
-    deadline = time.monotonic() + _WAIT_S
+    deadline = time.monotonic() + patience
     while _file() is not None and time.monotonic() < deadline:
         with core() as free, attempt(name) if free else contextlib.nullcontext(False) as mine:
             if mine:

@@ -53,7 +53,6 @@ _BLOCK = 2**22
 # Bytes of a row from which it is read by itself; of shorter ones many are read at once, also what lies between.
 _LONG_ROW = 2**16
 _MOST_THREADS = 8  # more of them only wait for each other
-# Bytes from which a second thread pays.
 _LEAST_SHARE = 2**23
 
 
@@ -246,10 +245,14 @@ def new_file(path: Path, mark: bytes, *, held: bool = False) -> Iterator[tuple[h
 
 
 class ReadThreads(AbstractContextManager["ReadThreads"]):
-    """Threads that read files, for one of `processes` processes of a node: as many as its share of the cores."""
+    """Threads that read files, for one of `processes` processes of a node: as many as its share of the cores.
 
-    def __init__(self, processes: int = 1) -> None:
-        cores = min(len(own_cores()), cpu_quota())
+    `cores`: those of the node, if not all that this process may use.  `least`: bytes from which a second thread pays.
+    """
+
+    def __init__(self, processes: int = 1, *, cores: float | None = None, least: int = _LEAST_SHARE) -> None:
+        cores = min(len(own_cores()), cpu_quota()) if cores is None else cores
+        self._least = least
         self._count = max(1, min(int(cores / processes), _MOST_THREADS))
         self._pool = ThreadPoolExecutor(self._count, "mpishard-read") if self._count > 1 else None
 
@@ -268,7 +271,7 @@ class ReadThreads(AbstractContextManager["ReadThreads"]):
     def share(self, function: Callable[[Item], object], items: Sequence[Item], sizes: Sequence[int]) -> None:
         """Call a function for all items: each thread takes some side by side, of about as many bytes of `sizes`."""
         ends = list(accumulate(sizes))
-        threads = min(self._count, ends[-1] // _LEAST_SHARE) if ends else 0
+        threads = min(self._count, ends[-1] // self._least) if ends else 0
         if threads < 2:
             for item in items:
                 function(item)

@@ -22,10 +22,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, NoReturn, Protocol
+from typing import ClassVar, NoReturn
 
 from mpi4py import MPI
 
@@ -34,6 +34,7 @@ from mpishard.comm.ledger import Ledger
 from mpishard.launch.exit_codes import INTERRUPTED
 from mpishard.launch.job_notes import ON_ALL_RANKS
 from mpishard.launch.script import describe
+from mpishard.launch.signals import ctrl_c_again
 
 # Makes an exit of this process a death by a signal, of which ULFM informs the other ranks.
 #
@@ -256,13 +257,11 @@ FIRST_S = 1.0
 # The longest wait of a rank for others that end too, and its sleep between two checks.
 LAST_S, _NAP_S = 5.0, 0.02
 _FLUSH_S = 0.2
-# Time until a Ctrl-C is sent again that Python ignored, since it came where no exception can be raised.
-_AGAIN_S = 0.05
 
 
 def abort(message: str, code: int = 1) -> None:
     """Print `message` on stderr and end every process of the job with an exit code."""
-    hook = sys.excepthook if isinstance(sys.excepthook, _AbortOnException) else None
+    hook = _hook()
     if hook is not None and hook.alone:
         die(message)
     if hook is not None and hook.note_abort is not None:
@@ -342,23 +341,6 @@ def _print_error(kind: type[BaseException], error: BaseException | None, trace: 
     sys.stderr.write("mpishard: ended by Ctrl-C\n" if interrupted else describe(error or kind(), trace))
 
 
-def _try_again(ignored: sys.UnraisableHookArgs) -> None:
-    """The process's unraisablehook: send a Ctrl-C again that came in a callback from C, e.g. while kernels compile."""
-    main = threading.main_thread().ident
-    if issubclass(ignored.exc_type, KeyboardInterrupt) and main is not None:
-        timer = threading.Timer(_AGAIN_S, signal.pthread_kill, (main, signal.SIGINT))  # this wakes the thread, too
-        timer.daemon = True
-        timer.start()
-    else:
-        sys.__unraisablehook__(ignored)
-
-
-class Failures(Protocol):
-    """Who lets ranks that fail together learn of each other: a watchdog."""
-
-    def gather_failures(self) -> list[int]: ...
-
-
 class _AbortOnException:
     """The process's excepthook: prints the traceback with the rank and, if known, the step, then aborts."""
 
@@ -366,9 +348,14 @@ class _AbortOnException:
         self.ledger: Ledger | None = None
         self.note: Callable[[BaseException, int], None] | None = None
         self.note_abort: Callable[[], None] | None = None
-        self.watchdog: Failures | None = None
+        self.gather_failures: Callable[[], list[int]] | None = None
         self.alone = False
         self._first = threading.Lock()
+
+    @property
+    def step(self) -> int:
+        """The step under way, 0 if unknown."""
+        return 0 if self.ledger is None else self.ledger.step
 
     def __call__(self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
         if MPI.Is_finalized():
@@ -376,10 +363,9 @@ class _AbortOnException:
             return
         self._first.acquire()  # never released: another thread that fails has nothing to add
         comm = MPI.COMM_WORLD
-        number = self.ledger.step if self.ledger is not None else 0
-        step = f" at step {number}" if number else ""
+        step = f" at step {self.step}" if self.step else ""
         if self.note is not None:
-            self.note(error or kind(), number)
+            self.note(error or kind(), self.step)
         if issubclass(kind, KeyboardInterrupt):
             if comm.rank > 0:
                 time.sleep(FIRST_S)
@@ -387,7 +373,7 @@ class _AbortOnException:
         text = describe(error or kind(), trace)
         if self.alone:
             die(f"mpishard: process {comm.rank} failed{step} and leaves the run\n{text}")
-        failed = self.watchdog.gather_failures() if self.watchdog is not None else []
+        failed = [] if self.gather_failures is None else self.gather_failures()
         dead = _dead_within(FIRST_S if comm.rank > 0 and not failed else 0.0)
         if 0 in dead and len(failed) == comm.size:
             abort("")  # rank 0 has reported the error of all
@@ -407,22 +393,12 @@ class _AbortOnException:
             self(args.exc_type, args.exc_value, args.exc_traceback)
 
 
-def start_mpi() -> None:
-    """Start MPI unless somebody has: ``mpi4py.rc.initialize = False``, as Devito sets it, leaves that to others.
-
-    Collective.
-    """
-    if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        atexit.register(lambda: None if MPI.Is_finalized() else MPI.Finalize())
-
-
 def abort_on_exception(
     ledger: Ledger | None = None,
     *,
     note: Callable[[BaseException, int], None] | None = None,
     note_abort: Callable[[], None] | None = None,
-    watchdog: Failures | None = None,
+    gather_failures: Callable[[], list[int]] | None = None,
 ) -> None:
     """Make an uncaught exception in any thread of this process abort the job, if it has several ranks.
 
@@ -431,14 +407,14 @@ def abort_on_exception(
     unless a caller asks for a note.
 
     `note` is called first, with the exception and the step (0 if unknown), `note_abort` before this process ends the
-    job for that or another reason. With a `watchdog` ranks that fail together learn of each other, so that one of them
-    reports for all.
+    job for that or another reason. By `gather_failures` of a watchdog ranks that fail together learn of each other, so
+    that one of them reports for all.
     """
     if hasattr(sys, "ps1"):
         return
     if sys.unraisablehook is sys.__unraisablehook__:
-        sys.unraisablehook = _try_again
-    hook = sys.excepthook if isinstance(sys.excepthook, _AbortOnException) else None
+        sys.unraisablehook = ctrl_c_again
+    hook = _hook()
     has_others = MPI.COMM_WORLD.size > 1 or MPI.Comm.Get_parent() != MPI.COMM_NULL
     if hook is None and note is None and not has_others:
         if sys.excepthook is sys.__excepthook__:
@@ -447,29 +423,86 @@ def abort_on_exception(
     if hook is None:
         hook = _AbortOnException()
         sys.excepthook, threading.excepthook = hook, hook.in_thread
-    hook.ledger, hook.watchdog = ledger, watchdog
+    hook.ledger, hook.gather_failures = ledger, gather_failures
     hook.note = note or hook.note
     hook.note_abort = note_abort or hook.note_abort
 
 
-def restore_sigusr1() -> None:
-    """Let SIGUSR1 end a script that has no handler for it; a batch script asks ranks to leave with that signal.
-
-    MPICH installs a handler when it starts, which ignores the signal: the job would run into its time limit, and nobody
-    would queue it again.
-    """
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+def _hook() -> _AbortOnException | None:
+    return sys.excepthook if isinstance(sys.excepthook, _AbortOnException) else None
 
 
-def forget_watchdog(watchdog: Failures) -> None:
-    """Ask this watchdog about failures no more, since it is closed."""
-    if isinstance(sys.excepthook, _AbortOnException) and sys.excepthook.watchdog is watchdog:
-        sys.excepthook.watchdog = None
+def step_under_way() -> int:
+    """The step of the newest mesh's ledger; 0 without one."""
+    hook = _hook()
+    return 0 if hook is None else hook.step
 
 
 def fail_alone(alone: bool) -> None:
     """Set whether an uncaught exception, or an exit, ends this process only; MPI informs the others (ULFM)."""
     die_at_exit(alone)
-    if isinstance(sys.excepthook, _AbortOnException):
-        sys.excepthook.alone = alone
+    hook = _hook()
+    if hook is not None:
+        hook.alone = alone
+
+
+# -- the start and the end of MPI --------------------------------------------------------------------------------------
+
+_FINALIZE_S = 3.0
+
+
+def start_mpi() -> None:
+    """Start MPI unless somebody has: ``mpi4py.rc.initialize = False``, as Devito sets it, leaves that to others.
+
+    Collective.
+    """
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        _Finalize.wanted = True
+
+
+@contextlib.contextmanager
+def killed_after(seconds: float) -> Iterator[None]:
+    """A context that is left within `seconds`, or SIGALRM kills this process; also if MPI fails in it.
+
+    It is for MPI_Finalize, which waits if a peer is inside MPI.  The timer is the kernel's: mpi4py keeps the
+    interpreter's lock in MPI_Finalize, so that no thread of Python runs.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except MPI.Exception:  # others have ended without Finalize, so that it could not complete
+        os.kill(os.getpid(), signal.SIGALRM)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def finalize_in_time() -> None:
+    """Limit the time of MPI_Finalize from now on: in Open MPI 5 it may wait for ever after a death.
+
+    After that time the process ends without it; the launcher reports the exit code of the dead process in any case.
+    """
+    _Finalize.wanted = _Finalize.limited = True
+
+
+class _Finalize:
+    """MPI_Finalize at the end of the script, where mpi4py would not call it (`wanted`), or not in time (`limited`)."""
+
+    wanted: ClassVar[bool] = False
+    limited: ClassVar[bool] = False
+
+    @classmethod
+    def at_exit(cls) -> None:
+        if not cls.wanted or MPI.Is_finalized():
+            return
+        if not cls.limited:
+            MPI.Finalize()
+            return
+        sys.stdout.flush()
+        with killed_after(_FINALIZE_S):
+            MPI.Finalize()
+
+
+# Registered on import of mpishard, so that it runs after everything registered later, such as the report of the end.
+atexit.register(_Finalize.at_exit)

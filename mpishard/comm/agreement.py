@@ -21,7 +21,7 @@ from mpishard.arguments import listed
 from mpishard.backend import array as arrays
 from mpishard.backend.gemm import choice
 from mpishard.backend.gemm.choice import VARIABLE, Choice
-from mpishard.backend.gemm.libraries import TAKES, is_intel, loadable, multiplies_bfloat16
+from mpishard.backend.gemm.libraries import TAKES, Offer
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.launch.job_notes import raised_by_all
@@ -227,28 +227,30 @@ class DeferredError:
 _ANY = 2**40
 
 
-def agree_on_gemm_libraries(world: Axis) -> None:
+def agree_on_gemm_libraries(world: Axis, offer: Offer | None = None, forced: str | None = None) -> None:
     """Multiply by the same libraries on all ranks from now on. Collective over `world`.
 
     The environment variable MPISHARD_PRODUCTS decides which; without it those that are known to be faster on the
     processors of all ranks. Only libraries of which all ranks have the same version are taken. Ranks without the
-    variable do as those that have it: launchers do not pass all variables on to processes that are spawned.
+    variable do as those that have it: launchers do not pass all variables on to processes that are spawned. `offer` and
+    `forced` stand for the libraries and the variable of this process.
 
     Raises ValueError on all ranks if the variable differs between ranks, cannot be read, or names a library that some
     rank lacks.
     """
-    forced, versions = choice.chosen_by_variable(), loadable()
-    marks = [_mark(f"{name} {versions[name]}") if name in versions else 0 for name in TAKES]
-    facts = np.array([*marks, is_intel(), multiplies_bfloat16(), _mark(forced)], np.int64)
+    offer = Offer.here() if offer is None else offer
+    forced = choice.chosen_by_variable() if forced is None else forced
+    marks = [_mark(f"{name} {offer.versions[name]}") if name in offer.versions else 0 for name in TAKES]
+    facts = np.array([*marks, offer.intel, offer.bfloat16, _mark(forced)], np.int64)
     shared = np.array([*facts, *-facts])
     if not forced:
         shared[[facts.size - 1, -1]] = _ANY
     world.comm.Allreduce(MPI.IN_PLACE, shared, MPI.MIN)
     least, most = shared[: facts.size], -shared[facts.size :]
     common = [name for name, low, high in zip(TAKES, least, most, strict=False) if low == high != 0]
-    intel, bfloat16 = bool(least[-3]), bool(least[-2])
+    of_all = Offer({name: offer.versions[name] for name in common}, bool(least[-3]), bool(least[-2]))
     if least[-1] == _ANY:
-        choice.activate(choice.faster_here(common, intel=intel, bfloat16=bfloat16))
+        choice.activate(choice.fastest_of(of_all))
         return
     given = [(rank, text) for rank, text in enumerate(world.allgather_object(forced)) if text]
     (first, forced), *others = given
@@ -260,14 +262,14 @@ def agree_on_gemm_libraries(world: Axis) -> None:
         )
         raise raised_by_all(error, world.size)
     found = Choice.parse(forced)
-    if lacking := {*found.libraries.values()}.difference(common):
+    if lacking := {*found.libraries.values()}.difference(of_all.versions):
         name = min(lacking)
         error = ValueError(
             f"{VARIABLE}={forced} wants {name}, but not every rank has the same version of it; "
             f"pip install 'mpishard[{name}]' in the environment of all ranks, or unset {VARIABLE}"
         )
         raise raised_by_all(error, world.size)
-    choice.activate(found.limited_to(common, bfloat16=bfloat16))
+    choice.activate(found.limited_to(of_all.versions, bfloat16=of_all.bfloat16))
 
 
 def _mark(text: str) -> int:

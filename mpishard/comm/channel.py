@@ -420,7 +420,7 @@ class Channel:
                     self.ledger.active = None
 
     def free(self) -> None:
-        """Free the communicator, if this rank has one: a spare of an elastic run has none.  Collective."""
+        """Free the communicator, if this rank is in it.  Collective."""
         self.is_freed = True
         if not self.is_self and self.comm != MPI.COMM_NULL:
             DEFERRED.flush()

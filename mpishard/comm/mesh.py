@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import platform
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -32,7 +31,14 @@ from mpishard.comm.groups import OtherOrderError, Places, misfit
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.supervisor_reports import note_cell
 from mpishard.comm.watchdog import Watchdog, arrival
-from mpishard.launch.detection import explain_alone, explain_foreign, foreign_launch, launch_of, launches
+from mpishard.launch.detection import (
+    explain_alone,
+    explain_foreign,
+    foreign_launch,
+    launch_of,
+    launches,
+    spawned_cell,
+)
 from mpishard.launch.job_notes import ECHO, raised_by_all
 from mpishard.layout.tensors import ModelParallelRank
 from mpishard.version import VERSION
@@ -117,9 +123,6 @@ def _unlike_debug(by_rank: Sequence[bool]) -> ValueError | None:
 
 
 # -- the mesh ----------------------------------------------------------------------------------------------------------
-
-# Python's -X option of processes that an elastic run has spawned; its value is the run's tensor x pipeline sizes.
-CELL_OPTION = "mpishard_joining"
 
 
 class Mesh:
@@ -298,7 +301,7 @@ class Mesh:
                 self.family.add(world)
                 self._watchdog: Watchdog | None = Watchdog(world, self.ledger, self.timeout)
                 self.family.ends.append(self._watchdog.close)
-                abort_on_exception(self.ledger, watchdog=self._watchdog)
+                abort_on_exception(self.ledger, gather_failures=self._watchdog.gather_failures)
                 problem = self._split(world, *sizes, problem, places)
                 if problem is not None:
                     self.family.remove(world)
@@ -557,15 +560,6 @@ class _ReshapedMesh(Mesh):
             world.Free()
             raise problem
         self._note_cell()
-
-
-def spawned_cell() -> tuple[int, int] | None:
-    """Tensor and pipeline size of the elastic run that has spawned this process; None if none has."""
-    sizes = sys._xoptions.get(CELL_OPTION)
-    if sizes is None:
-        return None
-    tensor, _, pipeline = str(sizes).partition("x")
-    return int(tensor), int(pipeline)
 
 
 def _sizes(ranks: int, **sizes: Any) -> tuple[int, int, int]:

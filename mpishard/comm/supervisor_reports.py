@@ -1,7 +1,7 @@
 """Reports of a process of a supervised job to its supervisor: its step, why its script failed, and how it ended.
 
 A script has ended in order if it ran to its end or called ``sys.exit``, not if it raised an exception or was killed.
-`mpishard.launch.exit_codes` finds that out.  After the last report `finalize_in_time` keeps MPI_Finalize from waiting.
+`mpishard.launch.exit_codes` finds that out, and `mpishard.comm.abort` calls this for an exception.
 """
 
 from __future__ import annotations
@@ -9,26 +9,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import signal
 import sys
-import sysconfig
 import threading
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from mpi4py import MPI
 
-from mpishard.comm.abort import abort_on_exception
+from mpishard.comm.abort import abort_on_exception, step_under_way
 from mpishard.launch.exit_codes import ScriptEnding
 from mpishard.launch.job_notes import ECHO, ON_ALL_RANKS, Ended, Failure, JobNotes, RunLost
 from mpishard.launch.processes import die_with_single_threaded_parent, end_with_daemon
-from mpishard.launch.script import PACKAGE
+from mpishard.launch.script import is_refusal, place_of
 from mpishard.launch.signals import Interrupts
 
 _POLL_S = 0.25
-_FINALIZE_S = 3.0
-# Prefixes of files that are not the user's: Python, installed packages, this package, code compiled from a string.
-_NOT_THE_USERS = (*(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),)
-_NOT_THE_USERS += (PACKAGE, "<")
 
 
 def watch_script() -> None:
@@ -49,14 +44,23 @@ def leave_to_others(silent: bool = True) -> None:
 
 def note_training(under_way: bool, tells: bool) -> None:
     """Note that an elastic run begins or has ended; `tells`: this process informs the supervisor."""
-    if Reports.this is not None:
-        Reports.this.note_training(under_way, tells)
+    reports = Reports.this
+    if reports is not None:
+        reports.has_trained = not under_way
+        if tells:
+            reports.write(JobNotes.note_training, under_way)
 
 
 def note_cell(ranks: int) -> None:
     """Note that the job's mesh needs a multiple of this number of ranks, its tensor times its pipeline size."""
+    if Reports.this is not None and Reports.this.is_first:
+        Reports.this.write(JobNotes.note_cell, ranks)
+
+
+def note_healed(left: int, step: int) -> None:
+    """Note that processes have died and `left` others continue after `step`, their last committed step."""
     if Reports.this is not None:
-        Reports.this.note_cell(ranks)
+        Reports.this.write(JobNotes.note_healed, left, step)
 
 
 def take_restart() -> bool:
@@ -86,23 +90,25 @@ class Reports:
     def __init__(self, run: JobNotes) -> None:
         self.is_silent = False
         self.restarted: bool = run.is_restart  # until somebody has reported it
-        self._has_trained = False
+        self.has_trained = False
         self._run = run
         self._process = os.getpid()
-        self._is_first = MPI.COMM_WORLD.rank == 0 and MPI.Comm.Get_parent() == MPI.COMM_NULL
+        self.is_first = MPI.COMM_WORLD.rank == 0 and MPI.Comm.Get_parent() == MPI.COMM_NULL
         self._ending = ScriptEnding()
         self._stop = threading.Event()
         die_with_single_threaded_parent()
-        if self._is_first:
+        if self.is_first:
             run.note_started()
         Interrupts.is_ending = lambda: run.is_ending
         abort_on_exception(note=self._note_failure, note_abort=self._note_abort)
         atexit.register(self._end)
-        self._thread = threading.Thread(target=self._follow, name="mpishard-progress", daemon=True)
+        self._thread = threading.Thread(
+            target=self._follow, args=(self._stop.wait, step_under_way), name="mpishard-progress", daemon=True
+        )
         self._thread.start()
 
     def _speaks(self) -> bool:
-        return not self.is_silent if self._run.has_healed else self._is_first
+        return not self.is_silent if self._run.has_healed else self.is_first
 
     def _note_failure(self, error: BaseException, step: int) -> None:
         # No failures of this script: a death elsewhere causes errors of MPI, and an interrupt comes from outside.
@@ -111,30 +117,29 @@ class Reports:
         if not isinstance(error, Exception):
             return
         with contextlib.suppress(OSError):  # the traceback is still to be printed
-            refused = type(error) in (ValueError, TypeError) and _is_own(error)
+            refused = type(error) in (ValueError, TypeError) and is_refusal(error)
             failure = Failure(
                 type(error).__name__,
                 str(error)[:500],
-                _where(error),
+                place_of(error),
                 step,
-                self._has_trained,
+                self.has_trained,
                 on_all_ranks=refused and getattr(error, ON_ALL_RANKS, 0) == MPI.COMM_WORLD.size,
             )
             self._run.note_failure(failure, echo=hasattr(error, ECHO))
 
     def _note_abort(self) -> None:
         if os.getpid() == self._process:
-            with contextlib.suppress(OSError):
-                self._run.note_aborted()
+            self.write(JobNotes.note_aborted)
 
-    def _follow(self) -> None:
-        """Report the current step, and end this process when its run is over.
+    def _follow(self, over: Callable[[float], bool], step_now: Callable[[], int]) -> None:
+        """Report the current step until `over` of some seconds is True, and end this process when its run is over.
 
         Another optimizer of the script may begin with step 1 again.
         """
         noted = 0
-        while not self._stop.wait(_POLL_S):
-            step = _step()
+        while not over(_POLL_S):
+            step = step_now()
             with contextlib.suppress(OSError):  # a shared disk may fail for a while
                 if self._run.is_over:  # this host was cut off, and the supervisor could not end the process
                     end_with_daemon()
@@ -152,79 +157,19 @@ class Reports:
         if hasattr(sys, "last_value"):  # an exception that was printed
             return
         if self._speaks():
-            step = _step()
+            step = step_under_way()
             if step:
                 self._run.note_step(step)
             self._run.note_ended(Ended(self._ending.code))
         else:
             self.give_up()
 
-    def note_training(self, under_way: bool, tells: bool) -> None:
-        self._has_trained = not under_way
-        if tells:
-            with contextlib.suppress(OSError):
-                self._run.note_training(under_way)
-
-    def note_cell(self, ranks: int) -> None:
-        if self._is_first:
-            with contextlib.suppress(OSError):
-                self._run.note_cell(ranks)
+    def write(self, note: Callable[..., None], *values: Any) -> None:
+        """Write a note, by a method of `JobNotes`; a disk that fails does not end the run."""
+        with contextlib.suppress(OSError):
+            note(self._run, *values)
 
     def give_up(self) -> None:
         code = self._ending.code
         if code:
-            self._run.note_given_up(Ended(code))
-
-
-def _step() -> int:
-    """The current training step, from the ledger of this package's excepthook; 0 without one."""
-    ledger = getattr(sys.excepthook, "ledger", None)
-    return 0 if ledger is None else ledger.step
-
-
-def _where(error: BaseException) -> str:
-    """``file:line`` where an exception was raised: the innermost line of the user's code in its traceback, if any."""
-    place, trace = "?", error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if place == "?" or not file.startswith(_NOT_THE_USERS):
-            place = f"{file}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return place
-
-
-def _is_own(error: BaseException) -> bool:
-    """Return True if code of this package raised it, and no function of the user's or of another package."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE)
-
-
-def finalize_in_time() -> None:
-    """Limit the time of MPI_Finalize from now on: in Open MPI 5 it may wait for ever after a death.
-
-    After that time the process ends without it; the launcher reports the exit code of the dead process in any case.
-    """
-    _Finalize.limited = True
-
-
-class _Finalize:
-    limited: ClassVar[bool] = False
-
-    @classmethod
-    def in_time(cls) -> None:
-        if cls.limited and not MPI.Is_finalized():
-            sys.stdout.flush()
-            # A timer of the kernel: mpi4py keeps the interpreter's lock in Finalize, so that no thread of Python runs.
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, _FINALIZE_S)
-            try:
-                MPI.Finalize()
-            except MPI.Exception:  # others have ended without Finalize, so that it could not complete
-                os.kill(os.getpid(), signal.SIGALRM)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-# Registered on import of mpishard, so that it runs after everything registered later, such as the report of the end.
-atexit.register(_Finalize.in_time)
+            self.write(JobNotes.note_given_up, Ended(code))

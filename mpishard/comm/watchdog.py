@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from mpishard.comm.abort import FIRST_S, LAST_S, DeathMonitor, abort, dead_ranks, forget_watchdog, let_mpi_progress
+from mpishard.comm.abort import FIRST_S, LAST_S, DeathMonitor, abort, dead_ranks, let_mpi_progress
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Call, Ledger, users_level
 from mpishard.launch.script import innermost, main_frame
@@ -170,7 +170,6 @@ class Watchdog:
         if self._comm == MPI.COMM_NULL:
             return
         atexit.unregister(self._end_of_script)
-        forget_watchdog(self)
         self._leave("has freed its mesh")
         if self._death_monitor is not None:
             self._death_monitor.close()
@@ -186,11 +185,14 @@ class Watchdog:
     def gather_failures(self) -> list[int]:
         """Inform the others that this rank has failed; returns the failed ranks once it is this rank's turn to report.
 
-        The first of them reports and ends the job while the others wait here.  Empty if `comm` is not the whole job.
+        The first of them reports and ends the job while the others wait here.  Empty if `comm` is not the whole job,
+        or was freed.
         """
         comm, began, sends = self._comm, time.monotonic(), []
         may_call = self._thread is not None or threading.current_thread() is threading.main_thread()
-        if not may_call or MPI.Comm.Compare(comm, MPI.COMM_WORLD) not in (MPI.IDENT, MPI.CONGRUENT):
+        if not may_call or comm == MPI.COMM_NULL:
+            return []
+        if MPI.Comm.Compare(comm, MPI.COMM_WORLD) not in (MPI.IDENT, MPI.CONGRUENT):
             return []
         self._failed.add(comm.rank)
         for rank in range(comm.size):

@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,10 +57,17 @@ def standard_library_text(limit_bytes: int | None = None) -> np.ndarray:
     """
     if limit_bytes is not None and limit_bytes < 1:
         raise ValueError(f"limit_bytes is {limit_bytes}, but a text has at least 1 byte; None reads all")
-    places = [Path(sysconfig.get_paths()["stdlib"])]
-    places += [Path(entry) for entry in sys.path if entry.endswith(".zip")]
-    text = next((text for text in (_read(place, limit_bytes) for place in places) if text), b"")
-    wanted = LEAST if limit_bytes is None else min(limit_bytes, LEAST)
+    archives = [Path(entry) for entry in sys.path if entry.endswith(".zip")]
+    return sources_of([Path(sysconfig.get_paths()["stdlib"]), *archives], limit_bytes)
+
+
+def sources_of(places: Sequence[Path], limit: int | None = None, least: int = LEAST) -> np.ndarray:
+    """The Python sources in the first of these folders and archives that has some, as `standard_library_text`.
+
+    FileNotFoundError if they have fewer than `least` bytes.
+    """
+    text = next((text for text in (_read(place, limit) for place in places) if text), b"")
+    wanted = least if limit is None else min(limit, least)
     if len(text) < wanted:
         raise FileNotFoundError(
             f"{len(text)} bytes of Python source in {', '.join(map(str, places))}, but {wanted} are needed: "

@@ -168,8 +168,10 @@ class Control:
         min_workers: int,
         max_workers: int,
         why_mesh_refused: Callable[[MeshSizes], str] | None = None,
+        every: float | None = None,
     ) -> None:
         self._folder = folder
+        self._every = _POLL_S if every is None else every  # seconds between two looks
         self._why_mesh_refused = why_mesh_refused
         self._limits = min_workers, max_workers
         self._standing: Standing | None = None
@@ -188,7 +190,7 @@ class Control:
         now = time.monotonic()
         if (waits or self._taken is None) and now < self._next:
             return None
-        self._next = now + _POLL_S
+        self._next = now + self._every
         try:
             return self._poll(workers, step, waits, mesh)
         except OSError:  # a shared disk may fail for a while, and the owner may remove the folder
@@ -297,7 +299,6 @@ def request_resize(run: Path, wanted: Wanted, wait: float) -> Answer:
 
 # What `discover` asks: a file, a program or a function, again and again.
 
-_ASK_S = 1.0  # between two questions
 _ANSWER_S = 30.0  # for a program to answer
 
 
@@ -305,10 +306,11 @@ class Discovery:
     """Asks in a thread, so that the run does not wait for the answer.
 
     `source` is a function without arguments that returns the number; a file with the number, or with hosts whose slots
-    add up to it, see `count_slots`; or an executable file that prints one of these.
+    add up to it, see `count_slots`; or an executable file that prints one of these.  `every`: seconds between two.
     """
 
-    def __init__(self, source: Callable[[], int] | str | os.PathLike[str]) -> None:
+    def __init__(self, source: Callable[[], int] | str | os.PathLike[str], every: float = 1.0) -> None:
+        self._every = every
         if callable(source):
             self._ask = source
         else:
@@ -350,7 +352,7 @@ class Discovery:
                     known = found
                     with self._lock:
                         self._news = found
-            self._end.wait(_ASK_S)
+            self._end.wait(self._every)
 
 
 def count_slots(text: str) -> int:

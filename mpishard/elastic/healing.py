@@ -5,13 +5,12 @@ Collective over the survivors. Who heals and who starts again is decided in `mpi
 
 from __future__ import annotations
 
-import contextlib
-
+from mpishard.comm.supervisor_reports import note_healed
 from mpishard.elastic.membership import Order
 from mpishard.elastic.resizing import ElasticRun
 from mpishard.elastic.transactions import RunStatus, Survivor
 from mpishard.io import log
-from mpishard.launch.job_notes import JobNotes, RunLost
+from mpishard.launch.job_notes import RunLost
 
 
 class Healing:
@@ -30,7 +29,7 @@ class Healing:
         membership, transactions, target = run.membership, run.transactions, run.options.target
         before = membership.roles.identities
         # At once, since a supervisor then gives the run its time to heal; again when it is known what is left.
-        self._note_healed(transactions.status.committed_step)
+        note_healed(membership.roles.size, transactions.status.committed_step)
         run.worker_mesh.revoke()
         run.training.optimizer.state.abandon()
         membership.revoke()
@@ -47,7 +46,7 @@ class Healing:
         if transactions.has_state:
             transactions.adopt(newest)
         step = newest.committed_step
-        self._note_healed(step)
+        note_healed(membership.roles.size, step)
         lost = [str(who) for who in before if who not in membership.roles.identities]
         if membership.rank == 0:
             log.warn(f"lost {_names(lost)}; {membership.roles.workers} workers continue from step {step}")
@@ -57,13 +56,6 @@ class Healing:
         run.decisions.forget_recruits()
         stops = transactions.status.stop_reason
         return Order(membership.roles.most if stops else min(target.agreed_size, membership.roles.able))
-
-    def _note_healed(self, step: int) -> None:
-        """Inform the supervisor that processes have died and how many others continue after this step."""
-        folder = JobNotes.from_environment()
-        if folder is not None:
-            with contextlib.suppress(OSError):
-                folder.note_healed(self._run.membership.roles.size, step)
 
 
 def _names(lost: list[str]) -> str:

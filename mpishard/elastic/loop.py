@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 from mpi4py import MPI
 
 from mpishard.backend.process import own_cores
-from mpishard.comm.abort import die, fail_alone
+from mpishard.comm.abort import die, fail_alone, finalize_in_time
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
-from mpishard.comm.supervisor_reports import finalize_in_time, give_up, leave_to_others, note_cell, note_training
+from mpishard.comm.supervisor_reports import give_up, leave_to_others, note_cell, note_training
 from mpishard.data_parallel.results import OptimizationResult
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.healing import Healing

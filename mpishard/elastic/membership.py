@@ -27,9 +27,9 @@ from mpishard.comm.abort import die
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Ledger
-from mpishard.comm.mesh import spawned_cell
 from mpishard.elastic.spawning import JoiningProcess, SpawnRequest, in_time, meet
 from mpishard.io import log
+from mpishard.launch.detection import spawned_cell
 from mpishard.launch.processes import BEGAN, process_facts, this_machine
 from mpishard.layout.tensors import ModelParallelRank
 

@@ -34,9 +34,9 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 from mpi4py import MPI
 
 from mpishard.backend.compiled import prepare
-from mpishard.comm.abort import die, fail_alone
+from mpishard.comm.abort import die, fail_alone, killed_after
 from mpishard.comm.capabilities import heals_in_place
-from mpishard.comm.mesh import CELL_OPTION
+from mpishard.launch.detection import CELL_OPTION
 from mpishard.launch.script import parted, without_runner
 
 # Tags of the messages from joining processes to the leader, and WORD for the leader's; then the leader's two words.
@@ -469,11 +469,10 @@ class JoiningProcess:
             time.sleep(_LEAVE_S)
         self._leaves = True
         flush_output()
-        # A timer of the kernel: mpi4py keeps the interpreter's lock in Finalize, which waits if a peer is inside MPI.
-        signal.setitimer(signal.ITIMER_REAL, _LEAVE_S)
-        self._leader.Free()
-        MPI.Finalize()
-        fail_alone(False)
-        # C's exit runs the exit handlers of C, in which MPICH informs its launcher that the process ended in order.
-        ctypes.PyDLL(None).exit(0)
+        with killed_after(_LEAVE_S):
+            self._leader.Free()
+            MPI.Finalize()
+            fail_alone(False)
+            # C's exit runs the exit handlers of C, in which MPICH informs its launcher that the process ended in order.
+            ctypes.PyDLL(None).exit(0)
         raise AssertionError

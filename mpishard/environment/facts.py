@@ -18,8 +18,8 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_info
 
 from mpishard.backend.array import can_pin, device_count
-from mpishard.backend.gemm.choice import Choice, chosen_by_variable, faster_here
-from mpishard.backend.gemm.libraries import TAKES, installed, is_intel, loadable, multiplies_bfloat16
+from mpishard.backend.gemm.choice import Choice, chosen_by_variable, fastest_of
+from mpishard.backend.gemm.libraries import TAKES, Offer, installed, loadable
 from mpishard.backend.jit import kept_in
 from mpishard.backend.optional_library import device_libraries
 from mpishard.backend.process import chosen_by_user, cpu_quota, own_cores
@@ -388,7 +388,7 @@ def collect(comm: MPI.Intracomm) -> Facts:
             cpu_quota=None if math.isinf(quota) else quota,
             products=_products() if comm.rank == 0 else "",
             products_chosen=chosen_by_variable(),
-            products_fast=_products_fast() if comm.rank == 0 else "",
+            products_fast=_products_fast(platform.machine(), Offer.here()) if comm.rank == 0 else "",
             kernels=str(kernels or ""),
             kernels_own=kernels_own or "",
         ),
@@ -435,19 +435,20 @@ def _blas() -> tuple[Blas, ...]:
 
 
 def _products() -> str:
-    libraries, forced = loadable(), chosen_by_variable()
+    offer, forced = Offer.here(), chosen_by_variable()
     if forced:
         with contextlib.suppress(ValueError):  # it is among the findings
-            return str(Choice.parse(forced).limited_to(libraries))
+            return str(Choice.parse(forced).limited_to(offer.versions))
         return ""
-    return str(faster_here(libraries, intel=is_intel(), bfloat16=multiplies_bfloat16()))
+    return str(fastest_of(offer))
 
 
-def _products_fast() -> str:
-    if platform.machine() != "x86_64":
+def _products_fast(machine: str, offer: Offer) -> str:
+    """The libraries that would multiply if the extra ``fast`` were installed; empty where it has none."""
+    if machine != "x86_64":
         return ""
-    libraries = {*loadable(), *TAKES} - {each.library for each in _blas()}  # NumPy may multiply by one of them
-    return str(faster_here(libraries, intel=is_intel(), bfloat16=multiplies_bfloat16()))
+    libraries = {*offer.versions, *TAKES} - {each.library for each in _blas()}  # NumPy may multiply by one of them
+    return str(fastest_of(offer._replace(versions=dict.fromkeys(libraries, ""))))
 
 
 def _shared_memory() -> tuple[int | None, int | None]:

@@ -312,20 +312,22 @@ def makespan(
     forward: tuple[float, ...],
     backward: tuple[float, ...],
     transfer: float = 0.0,
+    simulated: int = _SIMULATED,
 ) -> tuple[float, float]:
     """Seconds that all micro-batches take in the pipeline, and the fraction of that time in which ranks are idle.
 
     `forward` and `backward` are seconds of one micro-batch by virtual stage; zb-h1 does one half of a backward first
     and the other half later.  `transfer` is seconds per message between stages.
 
-    Small schedules are simulated.  For others, with t the time of a micro-batch on a rank and p stages, the idle time
-    is (p - 1) t for GPipe and 1F1B, a chunk's part of it for the interleaved schedule (Narayanan et al. 2021, section
-    2.2), and (p - 1) (F + I - W) for ZB-H1 (Qi et al. 2023, section 2.3), on top of the work of the slowest rank.
+    Schedules of at most `simulated` actions are simulated.  For others, with t the time of a micro-batch on a rank and
+    p stages, the idle time is (p - 1) t for GPipe and 1F1B, a chunk's part of it for the interleaved schedule
+    (Narayanan et al. 2021, section 2.2), and (p - 1) (F + I - W) for ZB-H1 (Qi et al. 2023, section 2.3), on top of the
+    work of the slowest rank.
     """
     on_rank = [sum(forward[rank::stages]) + sum(backward[rank::stages]) for rank in range(stages)]
     if stages == 1:
         return microbatches * on_rank[0], 0.0
-    if stages * microbatches * chunks * 2 <= _SIMULATED:
+    if stages * microbatches * chunks * 2 <= simulated:
         halves = [time / 2 for time in backward]
         timeline = simulate(
             _schedule(schedule, stages, microbatches, chunks),

@@ -1,4 +1,4 @@
-"""Detects from the environment which launcher started this process, and whether it belongs to another MPI.
+"""Detects which launcher or elastic run has started this process, and whether a launcher belongs to another MPI.
 
 MPI need not be initialised for this.
 """
@@ -21,6 +21,10 @@ MPI4PY = (4, 1)  # the oldest, as in pyproject.toml
 # Only the first rank prints the error: the others wait this long, and the launcher ends them once the first has ended.
 _FIRST_S = 1.0
 _TEXT_BYTES = 8192  # MPI_MAX_LIBRARY_VERSION_STRING of MPICH; that of Open MPI is 256
+
+
+# Python's -X option of processes that an elastic run has spawned; its value is the run's tensor x pipeline sizes.
+CELL_OPTION = "mpishard_joining"
 
 
 @dataclass(frozen=True)
@@ -210,3 +214,12 @@ def _version_text(library: ctypes.CDLL) -> str:
     text, length = ctypes.create_string_buffer(_TEXT_BYTES), ctypes.c_int()
     library.MPI_Get_library_version(text, ctypes.byref(length))
     return text.value.decode(errors="replace")
+
+
+def spawned_cell() -> tuple[int, int] | None:
+    """Tensor and pipeline size of the elastic run that has spawned this process; None if none has."""
+    sizes = sys._xoptions.get(CELL_OPTION)
+    if sizes is None:
+        return None
+    tensor, _, pipeline = str(sizes).partition("x")
+    return int(tensor), int(pipeline)

@@ -13,7 +13,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -177,19 +177,24 @@ class Leftovers:
     """Remembers the segments that the processes of one start of a job have mapped, and removes them afterwards.
 
     Only what certainly belongs to the job is removed: segments with names of MPI libraries that a process of the job
-    had mapped and no process maps any more, and the folder with the launcher's own process number.
+    had mapped and no process maps any more, and the folder with the launcher's own process number.  `found` gives the
+    segments that the descendants of this process have mapped.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, found: Callable[[], set[Path]] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._found = found or (lambda: _mapped(descendants()))
+        self._clock = clock
         self._segments: set[Path] = set()
-        self._next = time.monotonic() + _SOON_S
+        self._next = clock() + _SOON_S
 
     def look(self) -> None:
         """Note the segments of the descendants of this process; most calls return at once."""
-        if time.monotonic() >= self._next:
-            known, self._segments = self._segments, self._segments | _mapped(descendants())
+        if self._clock() >= self._next:
+            known, self._segments = self._segments, self._segments | self._found()
             settled = known and known == self._segments
-            self._next = time.monotonic() + (_EVERY_S if settled else _SOON_S)
+            self._next = self._clock() + (_EVERY_S if settled else _SOON_S)
 
     def remove(self, launcher: int) -> None:
         """Remove the leftovers of dead processes; `launcher` is the process number of their launcher."""

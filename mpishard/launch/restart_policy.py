@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mpishard.launch.exit_codes import INTERRUPTED, exit_code
@@ -225,7 +225,8 @@ class ProgressMonitor:
     script has ended.
     """
 
-    def __init__(self, folder: JobNotes, limits: ProgressLimits) -> None:
+    def __init__(self, folder: JobNotes, limits: ProgressLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.step = self.furthest = 0
         self.started = self.has_ended = False
         self.half_started = False
@@ -239,11 +240,11 @@ class ProgressMonitor:
         # committed one proves nothing, since it may have been noted before the death.
         self._step_to_pass: int | None = None
         self._longest = 0.0
-        self._since = time.monotonic()
+        self._since = clock()
 
     def look(self, gone: int = 0) -> str:
         """The reason why the job must be ended, or empty.  `gone`: the number of its ranks that do not run."""
-        now = time.monotonic()
+        now = self._clock()
         notes = self._folder.notes
         has_ended = notes.ended is not None
         if has_ended and not self.has_ended:

@@ -122,6 +122,25 @@ def in_users_code(error: BaseException) -> str:
     return "".join(traceback.StackSummary.from_list(report.stack[-10:]).format())
 
 
+def place_of(error: BaseException) -> str:
+    """``file:line`` where an exception was raised: the innermost line of the user's code in its traceback, if any."""
+    place, trace = "?", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if place == "?" or not file.startswith((*NOT_USERS, "<")):  # "<": code compiled from a string
+            place = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Return True if code of mpishard has raised an exception, and no function of the user's or of another package."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE)
+
+
 @contextmanager
 def main_frame() -> Iterator[FrameType | None]:
     """The innermost frame of the main thread, for another thread that reads its stack in this context; None at its end.

@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -50,12 +51,42 @@ def ctrl_c_deferred() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-class Interrupts:
-    """A context manager that handles the first SIGINT, unless another handler is set; it restores the old handler.
+# Time until a Ctrl-C is sent again that Python ignored, since it came where no exception can be raised.
+_AGAIN_S = 0.05
 
-    Outside the main thread Python allows no handler, so it does nothing there.  `speaks`: this rank reports the signal
-    on stderr.  `came`: this process has received a signal.  `is_ending`, in a job of `mpishard run`, returns True if
-    the supervisor was asked to end it; it then sends SIGTERM or SIGUSR1 to all ranks, which count as Ctrl-C.
+
+def ctrl_c_again(ignored: sys.UnraisableHookArgs) -> None:
+    """An unraisablehook: send a Ctrl-C again that came in a callback from C, e.g. while kernels compile."""
+    main = threading.main_thread().ident
+    if issubclass(ignored.exc_type, KeyboardInterrupt) and main is not None:
+        timer = threading.Timer(_AGAIN_S, signal.pthread_kill, (main, signal.SIGINT))  # this wakes the thread, too
+        timer.daemon = True
+        timer.start()
+    else:
+        sys.__unraisablehook__(ignored)
+
+
+def restore_sigusr1() -> None:
+    """Let SIGUSR1 end a script that has no handler for it; a batch script asks ranks to leave with that signal.
+
+    MPICH installs a handler when it starts, which ignores the signal: the job would run into its time limit, and nobody
+    would queue it again.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+# Signals with which batch systems and the supervisor ask a process to leave.
+_LEAVE = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Interrupts:
+    """A context manager that notes the first Ctrl-C; the second one ends the process.
+
+    A handler of the script's own stays.  The earlier handlers are restored at the end.  Outside the main thread Python
+    allows no handler, so it does nothing there.  `speaks`: this rank reports the signal on stderr.  `came`: this
+    process has received a signal.  `is_ending`, in a job of `mpishard run`, returns True if the supervisor was asked to
+    end it; it then sends SIGTERM or SIGUSR1 to all ranks, which count as Ctrl-C.
     """
 
     is_ending: ClassVar[Callable[[], bool] | None] = None
@@ -65,42 +96,53 @@ class Interrupts:
     def __init__(self, speaks: bool) -> None:
         self.came = False
         self._speaks = speaks
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            supervised = Interrupts.is_ending is not None
-            for number in (signal.SIGINT, *((signal.SIGTERM, signal.SIGUSR1) if supervised else ())):
-                if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
-                    self._before[number] = signal.signal(number, self._note)
+            for number in self._handled():
+                before = signal.signal(number, self._take)
+                # None: a handler that Python has not installed and cannot restore.
+                self._before[number] = signal.SIG_DFL if before is None else before
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-        self._before.clear()
+        for number in list(self._before):
+            self._restore(number)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        ends = Interrupts.is_ending
-        if number != signal.SIGINT and not (ends is not None and ends()):
-            signal.signal(number, self._before.pop(signal.Signals(number)))
+    def _handled(self) -> Sequence[int]:
+        """The signals to handle, of those for which the script has no handler."""
+        numbers = (signal.SIGINT, *(() if Interrupts.is_ending is None else _LEAVE))
+        return [each for each in numbers if signal.getsignal(each) in (signal.default_int_handler, signal.SIG_DFL)]
+
+    def _restore(self, number: int) -> None:
+        before = self._before.get(number)
+        if before is not None:  # else a signal has come within `__exit__`
+            signal.signal(number, before)
+            self._before.pop(number, None)
+
+    @staticmethod
+    def _is_asked_to_end() -> bool:
+        return Interrupts.is_ending is not None and Interrupts.is_ending()
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self._restore(number)
+        if number != signal.SIGINT and not self._is_asked_to_end():
             signal.raise_signal(number)
             return
         self.came = True
-        self.__exit__(None, None, None)
-        if self._speaks and ends is None:  # not by print: the signal may have interrupted a print
+        if self._speaks and Interrupts.is_ending is None:  # not by print: the signal may have interrupted a print
             with contextlib.suppress(OSError):
                 os.write(2, b"\nmpishard: Ctrl-C: the run ends after this step; once more, and it ends at once\n")
 
 
-_HEARD = (signal.SIGTERM, signal.SIGUSR1)
 # A launcher passes a signal on to all ranks, which get it at moments that are at most this far apart.
 _SKEW_S = 1.0
 
 
-class Signals:
+class Signals(Interrupts):
     """A context manager that handles SIGTERM and SIGUSR1, and restores the earlier handlers at its end.
 
     It handles Ctrl-C too, unless the script has its own handler; a second Ctrl-C ends the process.
@@ -128,26 +170,9 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self.came: bool = False
+        super().__init__(speaks=False)
         self._interrupted = False
         self._reported: float | None = None
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():
-            ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            for number in (*_HEARD, signal.SIGINT) if ctrl_c else _HEARD:
-                before = signal.signal(number, self._note)
-                # None: a handler that Python has not installed and cannot restore.
-                self._before[number] = signal.SIG_DFL if before is None else before
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-        self._before.clear()
 
     def __call__(self, state: object = None) -> bool:
         """Whether this process has got a signal: a callback of a run, whose ranks agree to stop.
@@ -207,11 +232,14 @@ class Signals:
     @property
     def by_user(self) -> bool:
         """True if this process got Ctrl-C, or a signal that `mpishard run` sent because the user ended it."""
-        ends = Interrupts.is_ending
-        return self._interrupted or (self.came and ends is not None and ends())
+        return self._interrupted or (self.came and self._is_asked_to_end())
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handled(self) -> Sequence[int]:
+        ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        return (*_LEAVE, signal.SIGINT) if ctrl_c else _LEAVE
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
         self.came = True
-        self._interrupted |= number == signal.SIGINT
         if number == signal.SIGINT:
-            signal.signal(number, self._before.pop(signal.SIGINT))
+            self._interrupted = True
+            self._restore(number)

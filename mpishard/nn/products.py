@@ -17,8 +17,8 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.backend import cublas, gemm
 from mpishard.backend.convert import BITS, convert
-from mpishard.backend.gemm import libraries
-from mpishard.backend.gemm.choice import VARIABLE, chosen_by_variable, faster_here
+from mpishard.backend.gemm.choice import VARIABLE, chosen_by_variable, fastest_of
+from mpishard.backend.gemm.libraries import Offer
 from mpishard.backend.kinds import backend_of
 from mpishard.comm.ledger import users_level
 from mpishard.comm.staging import is_half
@@ -195,22 +195,26 @@ def warn_if_slow(compute_dtype: Any, module: Any) -> None:
     half = np.dtype(compute_dtype)
     if module is np and not (half.name == "bfloat16" and gemm.has_fast_bfloat16()):
         warnings.warn(
-            f"compute_dtype={half} on NumPy arrays rounds operands and is slower than float32 here: {_way_out(half)}",
+            f"compute_dtype={half} on NumPy arrays rounds operands and is slower than float32 here: "
+            f"{way_to_fast_products(half, Offer.here(), chosen_by_variable())}",
             UserWarning,
             stacklevel=users_level(),
         )
 
 
-def _way_out(half: np.dtype) -> str:
-    """Why products of NumPy arrays in half precision are slow in this process, and what would be fast."""
-    if not libraries.multiplies_bfloat16():
+def way_to_fast_products(half: np.dtype, offer: Offer, chosen: str) -> str:
+    """Why products of NumPy arrays in half precision are slow in a process, and what would be fast.
+
+    `chosen`: the value of MPISHARD_PRODUCTS.
+    """
+    if not offer.bfloat16:
         return "the processor has neither AVX512_BF16 nor AMX; leave compute_dtype out, or pass module=cupy"
     if half.name != "bfloat16":
         return "processors have fast products of bfloat16 alone; give compute_dtype='bfloat16', or pass module=cupy"
-    fast = faster_here(libraries.loadable(), intel=libraries.is_intel(), bfloat16=True)
+    fast = fastest_of(offer)
     if not fast.has_bfloat16:
         return "pip install 'mpishard[fast]' brings the library that multiplies it fast on this processor"
-    if chosen := chosen_by_variable():
+    if chosen:
         return f"{VARIABLE}={chosen} leaves it to NumPy; give bfloat16={fast.libraries['bfloat16.plain']} there"
     return "a mesh chooses the library that multiplies it fast, if all of its ranks have that; pass mesh="
 

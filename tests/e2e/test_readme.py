@@ -89,9 +89,9 @@ def test_the_quickstart_is_elastic(tmp_path: Path, mpirun: Callable[..., Any]) -
     assert re.search(FITTED, finished.output), finished.all
 
 
-def test_the_schedule_is_drawn_as_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_schedule_is_drawn_as_shown(capsys: pytest.CaptureFixture[str], environ: Callable[..., None]) -> None:
     command, shown = re.findall(r"\$ mpishard (schedule .*?)\n(stage 0 .*?)```", SCHEDULES, re.DOTALL)[0]
-    monkeypatch.setenv("COLUMNS", "120")
+    environ(COLUMNS="120")
     assert main(command.split()) == 0
     drawn = capsys.readouterr().out.splitlines()
     assert set(shown.splitlines()) <= set(drawn)

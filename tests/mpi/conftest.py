@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,21 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpishard.comm import staged_collectives
 
     monkeypatch.setattr(staged_collectives, "PIECE_BYTES", 32)
+
+
+@pytest.fixture
+def exchange(monkeypatch: pytest.MonkeyPatch) -> Callable[[range], None]:
+    """``exchange(sizes)``: buffers of so many bytes are summed by an exchange of pieces, others by the MPI library."""
+    from mpishard.comm import collectives
+    from mpishard.comm.capabilities import probe
+
+    return lambda sizes: monkeypatch.setitem(collectives.EXCHANGED_BYTES, probe().library, sizes)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of an elastic run that gets a signal does not wait for others to get it, too."""
+    monkeypatch.setattr("mpishard.launch.signals._SKEW_S", 0.0)
 
 
 @pytest.fixture(scope="module")

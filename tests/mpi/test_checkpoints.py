@@ -72,16 +72,30 @@ def test_save_and_load(comm, run, single, asynchronous, compression):
 
 
 @pytest.fixture
-def permits(monkeypatch):
-    """Pieces are written once there is something in this list."""
-    write, permits = saving.write_pieces, []
+def writing(monkeypatch):
+    """``writing(instead)``: this rank's pieces are written by ``instead(write, path)``, or None: as always."""
+    usual = saving.write_pieces
 
-    def late(*arguments, **options):
+    def change(instead):
+        def write(path, *arguments, **options):
+            return instead(lambda: usual(path, *arguments, **options), path)
+
+        monkeypatch.setattr(saving, "write_pieces", usual if instead is None else write)
+
+    return change
+
+
+@pytest.fixture
+def permits(writing):
+    """Pieces are written once there is something in this list."""
+    permits = []
+
+    def late(write, path):
         while not permits:
             time.sleep(0.001)
-        write(*arguments, **options)
+        write()
 
-    monkeypatch.setattr(saving, "write_pieces", late)
+    writing(late)
     return permits
 
 
@@ -100,17 +114,17 @@ def test_changes_after_an_asynchronous_save_do_not_reach_the_file(mesh, run, per
             permits.clear()
 
 
-def test_one_save_at_a_time(mesh, run, monkeypatch):
-    write, under_way, most = saving.write_pieces, [], []
+def test_one_save_at_a_time(mesh, run, writing):
+    under_way, most = [], []
 
-    def counted(*arguments, **options):
+    def counted(write, path):
         under_way.append(None)
         most.append(len(under_way))
         time.sleep(0.05)
-        write(*arguments, **options)
+        write()
         under_way.pop()
 
-    monkeypatch.setattr(saving, "write_pieces", counted)
+    writing(counted)
     with Checkpoints(run, mesh, asynchronous=True, keep=None) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(at(step, mesh))
@@ -119,33 +133,33 @@ def test_one_save_at_a_time(mesh, run, monkeypatch):
         assert [each.manifest.step for each in folder.candidates(run)] == [3, 2, 1]
 
 
-def fail_on_last(mesh, monkeypatch, error):
-    def fail(path, *arguments, **options):
+def fail_on_last(mesh, writing, error):
+    def fail(write, path):
         raise error(path)
 
     if mesh.rank == mesh.size - 1:
-        monkeypatch.setattr(saving, "write_pieces", fail)
+        writing(fail)
 
 
 @pytest.mark.parametrize(
     ("asynchronous", "call"), [(False, "wait"), *((True, call) for call in ("wait", "save", "load", "close"))]
 )
 @pytest.mark.quick
-def test_an_error_on_one_rank_is_raised_on_all(mesh, run, monkeypatch, asynchronous, call):
+def test_an_error_on_one_rank_is_raised_on_all(mesh, run, writing, asynchronous, call):
     checkpoints = Checkpoints(run, mesh)
     checkpoints.save(at(1, mesh))
     broken = at(2, mesh)
-    with monkeypatch.context() as patch:
-        fail_on_last(mesh, patch, lambda path: OSError(errno.EIO, "Input/output error", str(path)))
-        last = mesh.size - 1
-        match = rf"step 2 was not saved: rank {last} .*pieces-0000{last}\.h5: Input/output error"
-        with pytest.raises(OSError, match=match) as caught:
-            checkpoints.save(broken, asynchronous=asynchronous)
-            if call == "save":
-                checkpoints.save(at(3, mesh))
-            else:
-                getattr(checkpoints, call)(*([at(0, mesh)] if call == "load" else []))
-        assert caught.value.errno == errno.EIO
+    fail_on_last(mesh, writing, lambda path: OSError(errno.EIO, "Input/output error", str(path)))
+    last = mesh.size - 1
+    match = rf"step 2 was not saved: rank {last} .*pieces-0000{last}\.h5: Input/output error"
+    with pytest.raises(OSError, match=match) as caught:
+        checkpoints.save(broken, asynchronous=asynchronous)
+        if call == "save":
+            checkpoints.save(at(3, mesh))
+        else:
+            getattr(checkpoints, call)(*([at(0, mesh)] if call == "load" else []))
+    assert caught.value.errno == errno.EIO
+    writing(None)
     assert_is_at(broken, 2, mesh.rank, mesh.size)
     check_nothing_unfinished(mesh, run)
     if call == "close":
@@ -157,20 +171,19 @@ def test_an_error_on_one_rank_is_raised_on_all(mesh, run, monkeypatch, asynchron
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_error_is_a_warning_if_so_configured(mesh, run, monkeypatch, asynchronous):
+def test_an_error_is_a_warning_if_so_configured(mesh, run, writing, asynchronous):
     with Checkpoints(run, mesh, on_error="warn", asynchronous=asynchronous) as checkpoints:
         checkpoints.save(at(1, mesh))
         checkpoints.wait()
-        with monkeypatch.context() as patch:
-            fail_on_last(mesh, patch, lambda path: OSError(errno.EIO, "Input/output error", str(path)))
-            with warns_on_rank_0(mesh, "step 2 was not saved"):
-                saved = checkpoints.save(at(2, mesh))
-                checkpoints.wait()
-            assert asynchronous or saved is None
-            fail_on_last(mesh, patch, lambda path: RuntimeError("a bug"))
-            with pytest.raises(RuntimeError, match=f"rank {mesh.size - 1} failed .*: a bug"):
-                checkpoints.save(at(2, mesh))
-                checkpoints.wait()
+        fail_on_last(mesh, writing, lambda path: OSError(errno.EIO, "Input/output error", str(path)))
+        with warns_on_rank_0(mesh, "step 2 was not saved"):
+            saved = checkpoints.save(at(2, mesh))
+            checkpoints.wait()
+        assert asynchronous or saved is None
+        fail_on_last(mesh, writing, lambda path: RuntimeError("a bug"))
+        with pytest.raises(RuntimeError, match=f"rank {mesh.size - 1} failed .*: a bug"):
+            checkpoints.save(at(2, mesh))
+            checkpoints.wait()
         check_load(checkpoints, 1)
 
 
@@ -278,16 +291,16 @@ def test_a_run_removes_its_own_only(mesh, run):
     assert kept(mesh, run) == [3, 2, 3]
 
 
-def test_two_that_save_into_one_folder_at_a_time(mesh, run, monkeypatch):
-    write, begun = saving.write_pieces, []
+def test_two_that_save_into_one_folder_at_a_time(mesh, run, writing):
+    begun = []
 
-    def late(path, *arguments, **options):
+    def late(write, path):
         begun.append(path)
         while len(begun) < 2:
             time.sleep(0.001)
-        write(path, *arguments, **options)
+        write()
 
-    monkeypatch.setattr(saving, "write_pieces", late)
+    writing(late)
     with Checkpoints(run, mesh, asynchronous=True, keep=1) as first, Checkpoints(run, mesh, keep=1) as second:
         first.save(at(1, mesh))
         assert second.save(at(1, mesh)) == run / "step-00000001-2"
@@ -360,15 +373,13 @@ def test_damaged_ones_are_passed_over_on_all_ranks(mesh, run):
         assert np.isnan(found.shards[0].array).all()
 
 
-def test_the_thread_waits_asleep(mesh, run, monkeypatch):
-    write = saving.write_pieces
-
-    def slow(*arguments, **options):
+def test_the_thread_waits_asleep(mesh, run, writing):
+    def slow(write, path):
         if mesh.rank == mesh.size - 1:
             time.sleep(0.6)
-        write(*arguments, **options)
+        write()
 
-    monkeypatch.setattr(saving, "write_pieces", slow)
+    writing(slow)
     with Checkpoints(run, mesh) as checkpoints:
         checkpoints.save(at(1, mesh))
         checkpoints.save(at(2, mesh), asynchronous=True)
@@ -438,21 +449,18 @@ def test_places_where_nothing_can_be_written(mesh, run):
             checkpoints.load(at(0, mesh))
 
 
-def test_a_folder_that_goes_while_it_is_written(mesh, run, monkeypatch):
-    write = saving.write_pieces
-
-    def write_and_lose(path, *arguments, **options):
-        write(path, *arguments, **options)
+def test_a_folder_that_goes_while_it_is_written(mesh, run, writing):
+    def write_and_lose(write, path):
+        write()
         mesh.world.barrier()
         if mesh.rank == 0:
             shutil.rmtree(path.parent)
 
     with Checkpoints(run, mesh) as checkpoints:
         checkpoints.save(at(1, mesh))
-        with monkeypatch.context() as patch:
-            patch.setattr(saving, "write_pieces", write_and_lose)
-            with pytest.raises(OSError, match="one and the same folder"):
-                checkpoints.save(at(2, mesh))
+        writing(write_and_lose)
+        with pytest.raises(OSError, match="one and the same folder"):
+            checkpoints.save(at(2, mesh))
         check_load(checkpoints, 1)
 
 

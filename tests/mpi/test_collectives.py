@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from buffers import FORMS, lengths, numbers, uneven
 from devices import KINDS_OVER_MPI, use_over_mpi
-from mpi4py import MPI
 from steps import SPECS, gradients, start, train
 
 from mpishard import AdamW, DDPOptimizer, FlatParameters, Mesh, ShardingConfiguration
@@ -124,8 +123,8 @@ def test_other_operations(axis, op, function):
 @each_exchange
 @pytest.mark.pairs
 @pytest.mark.quick
-def test_reduce_scatter_and_all_gather(axis, memory, cut, dtype, exchanged, monkeypatch):
-    monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], exchanged)
+def test_reduce_scatter_and_all_gather(axis, memory, cut, dtype, exchanged, exchange):
+    exchange(exchanged)
     for size in SIZES:
         counts, cuts = None if cut == "even" else uneven(size, axis.size), lengths(size, axis.size, cut)
         own = slice(sum(cuts[: axis.rank]), sum(cuts[: axis.rank + 1]))
@@ -215,7 +214,7 @@ def test_the_buffers_of_a_call_may_overlap(axis, memory, call, first, out_first)
 @pytest.mark.parametrize("each, last", [(3, 3), (0, 8), (3, 0), (0, 0)])
 @pytest.mark.parametrize("place", ["own", "front", "between"])
 @pytest.mark.pairs
-def test_a_piece_may_lie_in_the_buffer_of_the_whole(axis, memory, call, each, last, place, monkeypatch):
+def test_a_piece_may_lie_in_the_buffer_of_the_whole(axis, memory, call, each, last, place, exchange):
     counts = [each] * (axis.size - 1) + [last]
     size, start, count = sum(counts), each * axis.rank, counts[axis.rank]
     first = {"own": start, "front": 0, "between": min(1, size - count)}[place]
@@ -224,7 +223,7 @@ def test_a_piece_may_lie_in_the_buffer_of_the_whole(axis, memory, call, each, la
     assert np.array_equal(memory.values(whole), np.concatenate([numbers(r, c) for r, c in enumerate(counts)]))
     parts = [numbers(rank, size) for rank in range(axis.size)]
     for exchanged in (range(0), range(2**62)):  # by the library, and as an exchange of pieces
-        monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], exchanged)
+        exchange(exchanged)
         whole = memory.buffer(parts[axis.rank])
         piece = whole[first : first + count]
         assert call(axis, "reduce_scatter", whole, piece, counts) is piece
@@ -434,12 +433,12 @@ ODD = {
 @pytest.mark.parametrize("each_has, odd_has", [(4, 4), (4, 0), (0, 9)])
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.pairs
-def test_one_rank_has_another_kind_of_buffer(shared_mesh, monkeypatch, odd, each_has, odd_has, exchanged):
+def test_one_rank_has_another_kind_of_buffer(shared_mesh, exchange, monkeypatch, odd, each_has, odd_has, exchanged):
     """Ranks in one collective need not prepare it alike, nor all take its fast path."""
     if odd == "cut by default" and each_has != odd_has:
         pytest.skip("cut otherwise")
     axis, ranks, slow = shared_mesh.data, shared_mesh.data.size, []
-    monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], exchanged)
+    exchange(exchanged)
     for name in ("reduce_scatter", "all_gather"):
         usual = getattr(collectives.Collectives, name)
         monkeypatch.setattr(
@@ -470,7 +469,7 @@ def test_one_rank_has_another_kind_of_buffer(shared_mesh, monkeypatch, odd, each
 
 
 @pytest.mark.mpi(min_size=3)
-def test_pieces_too_uneven_to_exchange(shared_mesh, monkeypatch):
+def test_pieces_too_uneven_to_exchange(shared_mesh, exchange, monkeypatch):
     """The owner of nearly all would get that from each other rank; an exchange is made of what is even enough."""
     axis, made = shared_mesh.data, []
     ranks, start = axis.size, collectives.Collectives._start_exchange
@@ -488,7 +487,7 @@ def test_pieces_too_uneven_to_exchange(shared_mesh, monkeypatch):
         monkeypatch.setattr(axis._channel, "largest_count", limit)
         own = slice(sum(counts[: axis.rank]), sum(counts[: axis.rank + 1]))
         for allowed in (range(0), range(2**62)):
-            monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], allowed)
+            exchange(allowed)
             made.clear()
             piece = axis.reduce_scatter(numbers(axis.rank, size), counts=counts)
             assert np.array_equal(piece, sum(numbers(rank, size) for rank in range(ranks))[own])
@@ -496,11 +495,11 @@ def test_pieces_too_uneven_to_exchange(shared_mesh, monkeypatch):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_exchanges_under_way_share_no_memory_and_what_they_leave_is_used_again(shared_mesh, monkeypatch):
+def test_exchanges_under_way_share_no_memory_and_what_they_leave_is_used_again(shared_mesh, exchange, monkeypatch):
     axis = shared_mesh.data
     others, spare = axis.size - 1, []
     monkeypatch.setattr(axis._started, "_spare", spare)
-    monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], range(2**62))
+    exchange(range(2**62))
     monkeypatch.setattr(collectives, "_KEPT_BYTES", 3 * 50 * 8 * others)
     kept = []
     for count, dtype in [(50, np.float64), (50, np.float64), (20, np.float32), (60, np.float64)]:

@@ -71,12 +71,6 @@ def alone():
 
 
 @pytest.fixture
-def at_once(monkeypatch):
-    """A rank that gets the signal does not wait for others to get it, too."""
-    monkeypatch.setattr("mpishard.launch.signals._SKEW_S", 0.0)
-
-
-@pytest.fixture
 def folder(tmp_path):
     """The same on all ranks."""
     return Path(MPI.COMM_WORLD.bcast(str(tmp_path / "run")))

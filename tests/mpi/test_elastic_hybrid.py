@@ -27,11 +27,11 @@ from mpishard import (
     nn,
 )
 from mpishard.checkpoint import Checkpoints
-from mpishard.comm.mesh import CELL_OPTION
 from mpishard.elastic import control
 from mpishard.elastic.control import ControlFolder
 from mpishard.elastic.membership import Membership
 from mpishard.elastic.mesh_choice import MeshSizes
+from mpishard.launch.detection import CELL_OPTION
 from mpishard.launch.job_notes import RunLost
 from mpishard.layout.tensors import ModelParallelRank
 
@@ -169,9 +169,8 @@ def test_processes_beyond_the_limit_are_spares_until_the_end(comm, shape, expect
 
 @of_workers
 @pytest.mark.parametrize("with_spares", [False, True], ids=["its worker goes", "a spare takes its place"])
-def test_a_process_that_is_asked_to_leaves(comm, shape, expected, monkeypatch, with_spares):
+def test_a_process_that_is_asked_to_leaves(comm, shape, expected, at_once, with_spares):
     """The last process of the first worker: another of its place moves up, and those without partners wait."""
-    monkeypatch.setattr("mpishard.launch.signals._SKEW_S", 0.0)
     noted = {}
     with Mesh(comm, **shape) as mesh:
         most, data_rank = mesh.data.size, mesh.data.rank

@@ -9,26 +9,27 @@ import mpishard
 from mpishard.backend import gemm, process
 from mpishard.backend.gemm import choice, libraries
 from mpishard.backend.gemm.choice import VARIABLE, Choice
-from mpishard.comm import agreement as product_choice
+from mpishard.backend.gemm.libraries import Offer
 from mpishard.comm.agreement import agree_on_gemm_libraries
 from mpishard.data_parallel.settings import ARITHMETIC
 
 VERSIONS = {"mkl": "2026.2", "onednn": "3.2.0"}
+OFFER = Offer(VERSIONS, intel=True, bfloat16=True)
+NOTHING = OFFER._replace(versions={})
+FASTER = "bfloat16=onednn,float32=mkl,float64=mkl"
 
 
 @pytest.fixture(autouse=True)
-def made_up(monkeypatch, comm):
-    """All ranks have both libraries, and processors of Intel that multiply bfloat16."""
-    monkeypatch.setattr(choice, "_active", Choice())
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(product_choice, "loadable", lambda: VERSIONS)
-    monkeypatch.setattr(product_choice, "multiplies_bfloat16", lambda: True)
-    monkeypatch.setattr(product_choice, "is_intel", lambda: True)
+def as_before_any_mesh():
+    """NumPy's library multiplies, in other tests too."""
+    before = choice.active()
+    choice.activate(Choice())
+    yield
+    choice.activate(before)
 
 
-@pytest.fixture
-def part_differs(comm, mesh, monkeypatch):
-    """Rank 0 multiplies by MKL, the others by NumPy's library, as after meshes that have only some of the ranks."""
+def differ(comm):
+    """Have rank 0 multiply by MKL, the others by NumPy's library, as after meshes that have only some of the ranks."""
     choice.activate(Choice.parse("numpy" if comm.rank else "mkl"))
 
 
@@ -36,51 +37,50 @@ def part_differs(comm, mesh, monkeypatch):
 def optimizer(mesh, monkeypatch):
     """A reproducible one."""
     monkeypatch.setattr(process, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
+    agree_on_gemm_libraries(mesh.world, OFFER, "")
     return mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), mpishard.ShardingConfiguration(mesh, reproducible=True))
 
 
-def active_on_all(comm):
-    with mpishard.Mesh(comm):
-        texts = comm.allgather(str(choice.active()))
+def agreed(mesh, comm, offer=OFFER, forced=""):
+    """The libraries of all ranks after they have agreed, of which this rank offers these, or is forced to those."""
+    agree_on_gemm_libraries(mesh.world, offer, forced)
+    texts = comm.allgather(str(choice.active()))
     assert len(set(texts)) == 1
     return texts[0]
 
 
-FASTER = "bfloat16=onednn,float32=mkl,float64=mkl"
+def test_what_is_faster_on_all_processors_is_taken(mesh, comm):
+    assert agreed(mesh, comm) == FASTER
+    assert agreed(mesh, comm, OFFER._replace(intel=comm.rank > 0)) == "bfloat16=onednn"
 
 
-def test_what_is_faster_on_all_processors_is_taken(comm, monkeypatch):
-    assert active_on_all(comm) == FASTER
-    monkeypatch.setattr(product_choice, "is_intel", lambda: comm.rank > 0)
-    assert active_on_all(comm) == "bfloat16=onednn"
+def test_the_variable_decides(mesh, comm):
+    assert agreed(mesh, comm, forced="float64.plain=mkl") == "float64.plain=mkl"
+    assert agreed(mesh, comm, forced="numpy") == "numpy"
 
 
-def test_the_variable_decides(comm, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "float64.plain=mkl")
-    assert active_on_all(comm) == "float64.plain=mkl"
-    monkeypatch.setenv(VARIABLE, "numpy")
-    assert active_on_all(comm) == "numpy"
+def test_ranks_agree_where_they_make_a_mesh(comm, environ):
+    choice.activate(Choice.parse("mkl"))
+    environ(**{VARIABLE: "numpy"})
+    with mpishard.Mesh(comm):
+        assert str(choice.active()) == "numpy"
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_without_the_variable_do_as_those_that_have_it(comm, monkeypatch):
+def test_ranks_without_the_variable_do_as_those_that_have_it(mesh, comm):
     """Launchers do not pass it on to processes that are spawned."""
-    monkeypatch.setenv(VARIABLE, "float64=mkl" if comm.rank == comm.size - 1 else "")
-    assert active_on_all(comm) == "float64=mkl"
+    assert agreed(mesh, comm, forced="float64=mkl" if comm.rank == comm.size - 1 else "") == "float64=mkl"
 
 
-def test_a_library_that_one_rank_lacks_or_has_in_another_version_is_not_taken(comm, monkeypatch):
-    if comm.rank == comm.size - 1:
-        monkeypatch.setattr(product_choice, "loadable", lambda: {"onednn": "3.2.0"})
-    assert active_on_all(comm) == "bfloat16=onednn"
-    if comm.rank == 0:
-        monkeypatch.setattr(product_choice, "loadable", lambda: {"mkl": "1", "onednn": "3.2.1"})
-    assert active_on_all(comm) == ("numpy" if comm.size > 1 else FASTER)
+def test_a_library_that_one_rank_lacks_or_has_in_another_version_is_not_taken(mesh, comm):
+    last = OFFER._replace(versions={"onednn": "3.2.0"}) if comm.rank == comm.size - 1 else OFFER
+    assert agreed(mesh, comm, last) == "bfloat16=onednn"
+    first = OFFER._replace(versions={"mkl": "1", "onednn": "3.2.1"}) if comm.rank == 0 else last
+    assert agreed(mesh, comm, first) == ("numpy" if comm.size > 1 else FASTER)
 
 
-def test_bfloat16_needs_the_instructions_on_all_ranks(comm, monkeypatch):
-    monkeypatch.setattr(product_choice, "multiplies_bfloat16", lambda: comm.rank > 0)
-    assert active_on_all(comm) == "float32=mkl,float64=mkl"
+def test_bfloat16_needs_the_instructions_on_all_ranks(mesh, comm):
+    assert agreed(mesh, comm, OFFER._replace(bfloat16=comm.rank > 0)) == "float32=mkl,float64=mkl"
     assert not gemm.has_fast_bfloat16()
 
 
@@ -88,20 +88,16 @@ def test_bfloat16_needs_the_instructions_on_all_ranks(comm, monkeypatch):
     ("text", "message"),
     [("fast", "no library 'fast'"), ("mkl", "wants mkl")],
 )
-def test_a_variable_that_cannot_be_followed_is_an_error_on_all_ranks(comm, monkeypatch, text, message):
-    monkeypatch.setenv(VARIABLE, text)
-    if comm.rank == comm.size - 1:
-        monkeypatch.setattr(product_choice, "loadable", dict)
+def test_a_variable_that_cannot_be_followed_is_an_error_on_all_ranks(mesh, comm, text, message):
     with pytest.raises(ValueError, match=message):
-        mpishard.Mesh(comm)
+        agree_on_gemm_libraries(mesh.world, NOTHING if comm.rank == comm.size - 1 else OFFER, text)
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_variable_that_differs_is_an_error_on_all_ranks(comm, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "mkl" if comm.rank == comm.size - 1 else "numpy")
+def test_a_variable_that_differs_is_an_error_on_all_ranks(mesh, comm):
     message = f"{VARIABLE} is numpy on rank 0 and mkl on rank {comm.size - 1}"
     with pytest.raises(ValueError, match=message):
-        mpishard.Mesh(comm)
+        agree_on_gemm_libraries(mesh.world, OFFER, "mkl" if comm.rank == comm.size - 1 else "numpy")
 
 
 def test_a_reproducible_run_records_the_libraries(optimizer):
@@ -112,12 +108,10 @@ def test_a_reproducible_run_records_the_libraries(optimizer):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_rank_that_joins_a_reproducible_run_without_its_library_is_refused(mesh, comm, monkeypatch, optimizer):
+def test_a_rank_that_joins_a_reproducible_run_without_its_library_is_refused(mesh, comm, optimizer):
     optimizer.step(np.ones(3), np.ones(3))
     joined = comm.rank == comm.size - 1
-    if joined:
-        monkeypatch.setattr(product_choice, "loadable", dict)
-    agree_on_gemm_libraries(mesh.world)
+    agree_on_gemm_libraries(mesh.world, NOTHING if joined else OFFER, "")
     numerics = optimizer.state.numerics
     if joined:
         numerics.note_products()
@@ -126,18 +120,18 @@ def test_a_rank_that_joins_a_reproducible_run_without_its_library_is_refused(mes
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.usefixtures("part_differs")
-def test_ranks_that_differ_are_told_in_a_reproducible_run_and_agree_in_the_next_mesh(comm, optimizer):
+def test_ranks_that_differ_are_told_in_a_reproducible_run_and_agree_in_the_next_mesh(comm, mesh, optimizer):
+    differ(comm)
     with pytest.raises(ValueError, match=r"products is .*mkl on rank 0, numpy on rank"):
         optimizer.step(np.ones(3), np.ones(3))
-    assert active_on_all(comm) == FASTER
+    assert agreed(mesh, comm) == FASTER
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.skipif("mkl" not in libraries.installed(), reason="needs MKL")
-@pytest.mark.usefixtures("part_differs")
 def test_ranks_that_differ_train_as_well(comm, mesh):
     """Their copies of the parameters stay equal."""
+    differ(comm)
     count = 32 * comm.size
     data = np.random.default_rng(0).standard_normal((count, 600))
     weights = np.random.default_rng(1).standard_normal((600, 600))
@@ -162,14 +156,11 @@ def test_ranks_that_differ_train_as_well(comm, mesh):
     assert len(set(comm.allgather(found.tobytes()))) == 1
 
 
-def test_a_reproducible_run_keeps_its_libraries_whatever_a_later_mesh_has(comm, monkeypatch, optimizer):
+def test_a_reproducible_run_keeps_its_libraries_whatever_a_later_mesh_has(mesh, comm, optimizer):
     parameters = np.ones(3)
     optimizer.step(parameters, np.ones(3))
     ours = str(choice.active())
-    with monkeypatch.context() as lacking:
-        lacking.setattr(product_choice, "loadable", dict)
-        with mpishard.Mesh(comm):
-            assert str(choice.active()) == "numpy" != ours
+    assert agreed(mesh, comm, NOTHING) == "numpy" != ours
     optimizer.step(parameters, np.ones(3))
     assert str(choice.active()) == ours == optimizer.state.numerics.own["products"]
 

@@ -189,8 +189,8 @@ def test_communicators_that_make_no_grid_are_one_error_on_all_ranks(comm):
 
 
 @pytest.mark.parametrize("limit", ["soon", "0", "-3", "nan"])
-def test_bad_time_limits(comm, monkeypatch, limit):
-    monkeypatch.setenv("MPISHARD_TIMEOUT", limit)
+def test_bad_time_limits(comm, environ, limit):
+    environ(MPISHARD_TIMEOUT=limit)
     with pytest.raises(ValueError, match="seconds"):
         mpishard.Mesh(comm)
 
@@ -322,23 +322,22 @@ def test_no_communicator_left_that_all_ranks_have(comm):
     mpishard.Mesh(comm).free()
 
 
-def test_where_deaths_are_survived_a_family_takes_nothing_in(comm, monkeypatch):
-    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
+def test_where_deaths_are_survived_a_family_takes_nothing_in(comm, environ):
+    environ(OMPI_MCA_mpi_ft_enable="1")
     family = Family(comm.size)
     family.add(comm)
     assert not family._members and family not in Family._open
 
 
-def test_blas_gets_the_share_of_the_node_unless_the_user_chose(comm, monkeypatch):
-    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS"):
-        monkeypatch.delenv(variable, raising=False)
+def test_blas_gets_the_share_of_the_node_unless_the_user_chose(comm, environ):
+    environ(OMP_NUM_THREADS=None, OPENBLAS_NUM_THREADS=None, MKL_NUM_THREADS=None, BLIS_NUM_THREADS=None)
     with mpishard.Mesh(comm) as mesh:
         cores = len(os.sched_getaffinity(0))
         assert mesh.blas_threads >= 1
         assert sum(mesh.node.comm.allgather(mesh.blas_threads)) <= max(cores, mesh.node.size)
         with mpishard.Mesh(MPI.COMM_SELF) as alone:  # the other ranks of the job are still there
             assert alone.blas_threads == mesh.blas_threads
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
+    environ(OPENBLAS_NUM_THREADS="3")
     with mpishard.Mesh(comm) as mesh:
         assert mesh.blas_threads == 3
 

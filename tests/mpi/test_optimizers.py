@@ -33,7 +33,6 @@ from mpishard import (
     nn,
     save_checkpoint,
 )
-from mpishard.comm import collectives
 from mpishard.compression import Int8Compressor
 from mpishard.data.sampling import Sampler, share
 from mpishard.data_parallel import summation
@@ -128,10 +127,10 @@ def test_clipping_by_value(mesh, same_on_all, strategy):
 
 
 @each_strategy
-def test_overlap_bucket_sizes_and_ways_of_sums_do_not_change_the_bits(mesh, strategy, monkeypatch):
+def test_overlap_bucket_sizes_and_ways_of_sums_do_not_change_the_bits(mesh, strategy, exchange, monkeypatch):
     library, results = MPI.get_vendor()[0], []
     for overlap, least in ((True, 2**62), (False, 2**62), (True, 0)):  # sums by the library, and by exchanges of pieces
-        monkeypatch.setitem(collectives.EXCHANGED_BYTES, library, range(least, 2**62))
+        exchange(range(least, 2**62))
         monkeypatch.setitem(summation.IN_PARTS_FROM, library, least)
         for group in (1, 16, 1000):
             options = {"overlap_communication": overlap, "minimum_parameter_group_size": group}

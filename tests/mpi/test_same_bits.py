@@ -82,11 +82,11 @@ WIDE = {1: "6-wide", 2: "6-wide", 3: "6-wide", 4: "4-large"}
 @pytest.mark.skipif(not libraries.multiplies_bfloat16(), reason="the processor has no products of bfloat16")
 @pytest.mark.filterwarnings("ignore:.*micro-batches for .* pipeline stages", "ignore:compute_dtype=bfloat16 on NumPy")
 @pytest.mark.parametrize("library", libraries.installed())
-def test_products_of_bfloat16_by_a_library_have_the_bits_of_one_rank(library, comm, monkeypatch):
+def test_products_of_bfloat16_by_a_library_have_the_bits_of_one_rank(library, comm, environ, monkeypatch):
     monkeypatch.setattr(choice, "_active", choice.Choice())
     alone = {}
     for each, tied in (("numpy", False), (library, False), (library, True)):
-        monkeypatch.setenv(choice.VARIABLE, each)
+        environ(**{choice.VARIABLE: each})
         case = grid_bits.BitsCase(WIDE[SIZE], compute="bfloat16", tied=tied)
         alone[each, tied] = comm.bcast(grid_bits.run_alone(case, steps=2) if comm.rank == 0 else None)
     assert alone[library, False] != alone["numpy", False]

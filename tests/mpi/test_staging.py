@@ -17,7 +17,7 @@ from mpi4py import MPI
 import mpishard
 from mpishard.backend import array as arrays
 from mpishard.backend import streams
-from mpishard.comm import capabilities, collectives, staging
+from mpishard.comm import capabilities, staging
 from mpishard.comm.call_matching import CollectiveMismatchError
 from mpishard.comm.deferred import DEFERRED, flush
 
@@ -82,9 +82,9 @@ def test_ranks_may_differ_in_their_kind_of_memory_for_one_piece(mesh, call, plac
 @pytest.mark.parametrize("on_device", [0, 1])
 @pytest.mark.pairs
 def test_one_buffer_of_a_rank_may_be_on_the_host_and_the_other_on_the_device(
-    mesh, call, standin_kind, exchanged, on_device, monkeypatch
+    mesh, call, standin_kind, exchanged, on_device, exchange
 ):
-    monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], exchanged)
+    exchange(exchanged)
     axis, size = mesh.data, 7 * mesh.size
     parts = [numbers(rank, size) for rank in range(axis.size)]
     mine, total, own = parts[axis.rank], sum(parts), slice(7 * axis.rank, 7 * axis.rank + 7)

@@ -19,7 +19,7 @@ from hypothesis import given
 from mpi4py import MPI
 
 from mpishard.backend import array as arrays
-from mpishard.checkpoint import disk, folder, pieces
+from mpishard.checkpoint import disk, folder
 from mpishard.checkpoint.checkpoints import Measured, Pace, save_interval
 from mpishard.checkpoint.folder import Candidate, FileEntry, Manifest, decode_manifest, hash_file, read_manifest
 from mpishard.checkpoint.pieces import ReadThreads, pieces_file, read_into
@@ -371,17 +371,14 @@ def test_each_file_is_checked_by_one_rank_which_is_that_of_its_writer(ranks):
 
 
 @pytest.mark.parametrize("cores", [1, 3, 100])
-def test_many_bytes_are_shared_by_the_threads(monkeypatch, cores):
-    monkeypatch.setattr(pieces, "own_cores", lambda: set(range(2 * cores)))
-    monkeypatch.setattr(pieces, "cpu_quota", lambda: 1000.0)
-    monkeypatch.setattr(pieces, "_LEAST_SHARE", 100)
+def test_many_bytes_are_shared_by_the_threads(cores):
     names: dict[int, str] = {}
 
     def note(item):
         assert item not in names
         names[item] = threading.current_thread().name
 
-    with ReadThreads(processes=2) as reading:
+    with ReadThreads(processes=2, cores=2 * cores, least=100) as reading:
         for sizes in ([50] * 40, [1] * 99, [10**6, 1, 1], [1, 1, 10**6], [0, 0], []):
             names.clear()
             reading.share(note, range(len(sizes)), sizes)
@@ -392,14 +389,7 @@ def test_many_bytes_are_shared_by_the_threads(monkeypatch, cores):
             reading.share(lambda item: 1 // item, range(40), [50] * 40)
 
 
-def two_threads(monkeypatch):
-    monkeypatch.setattr(pieces, "own_cores", lambda: {0, 1})
-    monkeypatch.setattr(pieces, "cpu_quota", lambda: 2.0)
-    monkeypatch.setattr(pieces, "_LEAST_SHARE", 1)
-    return ReadThreads()
-
-
-def test_no_thread_goes_on_when_another_has_failed(monkeypatch):
+def test_no_thread_goes_on_when_another_has_failed():
     failed, ended = threading.Event(), threading.Event()
 
     def read(item):
@@ -410,14 +400,14 @@ def test_no_thread_goes_on_when_another_has_failed(monkeypatch):
         time.sleep(0.1)  # in which a map that did not wait would have raised
         ended.set()
 
-    with two_threads(monkeypatch) as reading:
+    with ReadThreads(cores=2, least=1) as reading:
         with pytest.raises(OSError, match="the disk"):
             reading.map(read, [0, 1])
         assert ended.is_set()
 
 
 @pytest.mark.parametrize("count", [2, 8])
-def test_equal_items_are_shared_evenly(monkeypatch, count):
+def test_equal_items_are_shared_evenly(count):
     names = []
     both = threading.Barrier(2)
 
@@ -426,7 +416,7 @@ def test_equal_items_are_shared_evenly(monkeypatch, count):
             both.wait(120)
         names.append(threading.current_thread().name)
 
-    with two_threads(monkeypatch) as reading:
+    with ReadThreads(cores=2, least=1) as reading:
         reading.share(note, range(count), [10] * count)
     assert sorted(map(names.count, set(names))) == [count // 2, count // 2]
 

@@ -43,10 +43,8 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("typed", "expected"), [("mpishard in", ["info", "inspect"]), ("mpishard inspect --t", ["--tensor"])]
 )
-def test_the_tab_key_completes(typed, expected, capsys, monkeypatch):
-    monkeypatch.setenv("_MPISHARD_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", typed)
-    monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
+def test_the_tab_key_completes(typed, expected, capsys, environ):
+    environ(_MPISHARD_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=str(len(typed.split()) - 1))
     with pytest.raises(SystemExit) as exit:
         main([])
     assert exit.value.code == 0 and capsys.readouterr().out.split() == expected
@@ -67,8 +65,8 @@ def test_a_misspelt_command_gets_the_nearest(typed, shown, capsys):
     assert " ".join(capsys.readouterr().err.split()) == said
 
 
-def test_completion_is_of_the_shell_that_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_completion_is_of_the_shell_that_is_named(tmp_path, capsys, environ):
+    environ(HOME=str(tmp_path))
     for option in ("--install-completion", "--show-completion"):
         assert main([option, "foo"]) == 2
         shown = capsys.readouterr()
@@ -253,8 +251,8 @@ def test_the_oldest_mpi4py_is_that_of_the_package():
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_examples_are_listed_with_a_line_each(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")
+def test_examples_are_listed_with_a_line_each(capsys, environ):
+    environ(COLUMNS="1000")
     assert main(["example"]) == 0
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert sorted(rows) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
@@ -352,9 +350,8 @@ def test_a_folder_of_output_that_cannot_be(tmp_path, capsys):
 
 
 @pytest.fixture(autouse=True)
-def plain_terminal(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setenv("NO_COLOR", "1")
+def plain_terminal(environ):
+    environ(COLUMNS="120", NO_COLOR="1")
 
 
 @pytest.fixture(scope="session")
@@ -659,8 +656,8 @@ def test_picture(capsys):
         ("zb-h1", "--stages", 3, "--microbatches", 20, "--transfer", 0.3),
     ],
 )
-def test_pictures_keep_to_the_width(arguments, columns, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", str(columns))
+def test_pictures_keep_to_the_width(arguments, columns, environ, capsys):
+    environ(COLUMNS=str(columns))
     assert schedule(*arguments) == 0
     _, ruler_and_stages, *_ = capsys.readouterr().out.split("\n\n")
     ruler, *stages = ruler_and_stages.split("\n")

@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +140,14 @@ def test_a_step_needs_no_place_that_can_be_written(kernels: Path, tmp_path: Path
 
 
 def test_a_folder_that_cannot_be_written_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], environ: Callable[..., None]
 ) -> None:
     (tmp_path / "file").write_text("")
     into = tmp_path / "file" / "kernels"
     assert main(["compile", "--into", str(into)]) == 2
     said = f"mpishard: error: no kernels can be written to {into} (Not a directory); name another\n"
     assert capsys.readouterr().err == said
-    monkeypatch.setenv("MPISHARD_KERNELS", str(into))
+    environ(MPISHARD_KERNELS=str(into))
     assert main(["compile"]) == 2
     assert "--into FOLDER" in capsys.readouterr().err
 

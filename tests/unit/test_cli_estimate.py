@@ -27,9 +27,9 @@ CONFIG = {
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(environ, capsys):
     """What the command prints, which is what is wrong and nothing else if it fails."""
-    monkeypatch.setenv("COLUMNS", "120")
+    environ(COLUMNS="120")
 
     def run(arguments, code=0, command="estimate"):
         assert main([command, *arguments.split()]) == code
@@ -110,8 +110,8 @@ def test_a_model_in_a_file(run, tmp_path):
 
 
 @pytest.mark.parametrize("columns", [60, 100, 120])
-def test_a_narrow_terminal_cuts_no_figures(columns, run, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
+def test_a_narrow_terminal_cuts_no_figures(columns, run, environ):
+    environ(COLUMNS=str(columns))
     text = run(f"{MODEL} --ranks 8 --data 2 --tensor 2 --memory-limit 8MB --all")
     rows = [line.split() for line in text.splitlines() if line.startswith("   2     2     2")]
     assert len(rows) == 16 and "…" not in text

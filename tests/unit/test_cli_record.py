@@ -325,9 +325,9 @@ class TestTop:
     """Looks at a run from its record; the processes of this record are on no host."""
 
     @pytest.fixture(autouse=True)
-    def on_a_wide_terminal(self, monkeypatch):
+    def on_a_wide_terminal(self, environ):
         """Lines are not broken, however long the folder's path is."""
-        monkeypatch.setenv("COLUMNS", "300")
+        environ(COLUMNS="300")
 
     @staticmethod
     def line(rank, step, steps, **more):

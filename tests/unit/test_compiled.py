@@ -241,7 +241,6 @@ sys.stdin.read()
 @pytest.fixture
 def path(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(jit, "_WAIT_S", 0.05)
     return tmp_path / f"mpishard-{os.getuid()}.lock"
 
 
@@ -282,12 +281,11 @@ def test_what_another_user_may_have_planted_is_not_used(path, plant):
     plant(path)
     assert jit._file() is None
     made = []
-    jit.load_or_make("name", lambda: False, lambda: made.append(1))
+    jit.load_or_make("name", lambda: False, lambda: made.append(1), patience=0.05)
     assert made == [1]
 
 
 def test_nobody_makes_anything_while_no_core_is_free(path, monkeypatch):
-    monkeypatch.setattr(jit, "_WAIT_S", 30)
     free, made = [False, False, True], []
     monkeypatch.setattr(jit, "core", lambda: contextlib.nullcontext(free.pop(0)))
     jit.load_or_make("name", lambda: False, lambda: made.append(list(free)))
@@ -304,13 +302,12 @@ def test_nobody_waits_without_limit(holder):
     with jit.attempt("name") as mine, jit.attempt("other") as other:
         assert not mine and other
     made = []
-    jit.load_or_make("name", lambda: False, lambda: made.append(1))
+    jit.load_or_make("name", lambda: False, lambda: made.append(1), patience=0.05)
     assert made == [1]
 
 
 @pytest.mark.parametrize("done", [True, False])
-def test_who_waits_loads_what_was_made_or_makes_it(holder, monkeypatch, done):
-    monkeypatch.setattr(jit, "_WAIT_S", 30)
+def test_who_waits_loads_what_was_made_or_makes_it(holder, done):
     waits, ended, found, made = threading.Event(), threading.Event(), [], []
 
     def load():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import cuda_on_host
@@ -264,9 +265,9 @@ def test_rows_of_rounded_matrices_begin_where_cublas_reads_fast(half: Any, colum
         np.testing.assert_allclose(arrays.to_host(out), exact @ exact.T, rtol=1e-6, atol=1e-6)
 
 
-def test_both_orders_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_orders_of_threads(environ: Callable[..., None]) -> None:
     x, y = numbers((40, 33), "float32"), standin.zeros((33, 40), np.float32)
-    monkeypatch.setenv("MPISHARD_CUDA_BACKWARDS", "1")
+    environ(MPISHARD_CUDA_BACKWARDS="1")
     convert(on_device(x).T, y)
     np.testing.assert_array_equal(arrays.to_host(y), x.T)
 

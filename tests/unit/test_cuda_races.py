@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,8 @@ def test_arguments_are_checked_and_converted(source: CudaSource) -> None:
 
 @needs_compiler
 @each_order
-def test_barriers_and_shuffles(source: CudaSource, backwards: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if backwards:
-        monkeypatch.setenv("MPISHARD_CUDA_BACKWARDS", backwards)
+def test_barriers_and_shuffles(source: CudaSource, backwards: str, environ: Callable[..., None]) -> None:
+    environ(MPISHARD_CUDA_BACKWARDS=backwards or None)
     x, sums, top = np.random.default_rng(0).standard_normal(1000), np.zeros(4), np.zeros(64)
     on_host(source.function("block_sums", REAL=np.float64, STORED=np.float64), 4, 256, x, sums, x.size)
     np.testing.assert_allclose(sums, [x[start : start + 256].sum() for start in range(0, 1000, 256)], rtol=1e-13)
@@ -71,12 +71,14 @@ def test_barriers_and_shuffles(source: CudaSource, backwards: str, monkeypatch: 
 
 
 @needs_compiler
-def test_a_missing_barrier_shows(source: CudaSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_barrier_shows(
+    source: CudaSource, environ: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cuda_on_host, "checked", False)  # which would end at the fault
     function = source.function("without_barrier", REAL=np.float32, STORED=np.float32)
     forwards, backwards = np.zeros((2, 64), np.int32)
     on_host(function, 1, 64, forwards)
-    monkeypatch.setenv("MPISHARD_CUDA_BACKWARDS", "1")
+    environ(MPISHARD_CUDA_BACKWARDS="1")
     on_host(function, 1, 64, backwards)
     assert not np.array_equal(forwards, backwards)
 
@@ -196,9 +198,8 @@ def run(function: CudaFunction) -> None:
 @needs_checks
 @each_order
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_found(name: str, backwards: str, functions: CudaSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    if backwards:
-        monkeypatch.setenv("MPISHARD_CUDA_BACKWARDS", backwards)
+def test_faults_are_found(name: str, backwards: str, functions: CudaSource, environ: Callable[..., None]) -> None:
+    environ(MPISHARD_CUDA_BACKWARDS=backwards or None)
     with pytest.raises(cuda_on_host.Fault, match=FAULTS[name][1]) as fault:
         run(functions.function(name))
     print(fault.value)

@@ -11,7 +11,7 @@ import threading
 import tomllib
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -84,12 +84,14 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OptionalLibrary[
 
 
 @pytest.mark.parametrize("known", [CUBLASLT, CUDNN], ids=["cublaslt", "cudnn"])
-def test_they_are_for_cupys_arrays_only_and_can_be_turned_off(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_for_cupys_arrays_only_and_can_be_turned_off(
+    known: Any, environ: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert replace(known).module_for("standin") is None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: types.SimpleNamespace(name=name))
     monkeypatch.setattr("importlib.import_module", lambda name: name)
     assert replace(known).module_for("cupy") == known.module
-    monkeypatch.setenv(known.variable, "0")
+    environ(**{known.variable: "0"})
     assert replace(known).module_for("cupy") is None
 
 

@@ -29,7 +29,6 @@ from mpishard import (
     nn,
 )
 from mpishard.cli.app import main
-from mpishard.elastic import control as controls
 from mpishard.elastic import requests
 from mpishard.elastic.control import Control, ControlFolder, Discovery, count_slots, request_resize
 from mpishard.elastic.membership import Peer, StoppedPeerMonitor, this_process
@@ -375,9 +374,13 @@ def until(condition, limit=120.0):
         time.sleep(0.01)
 
 
+def control_of(folder, why_mesh_refused=None):
+    """One that looks whenever it is asked."""
+    return Control(folder, *LIMITS, why_mesh_refused, every=0.0)
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(controls, "_POLL_S", 0.0)
+def folder(tmp_path):
     made = ControlFolder(tmp_path / "run")
     made.make()
     return made
@@ -404,7 +407,7 @@ def polling(poll, interval=0.01):
 @pytest.fixture
 def run(folder):
     """A run that takes a step every hundredth of a second, and has at most four processes."""
-    control, now = Control(folder, *LIMITS), SimpleNamespace(workers=4, step=0)
+    control, now = control_of(folder), SimpleNamespace(workers=4, step=0)
 
     def poll():
         now.step += 1
@@ -454,7 +457,7 @@ class TestControl:
 
     def test_a_folder_that_was_exchanged_is_not_written(self, folder, tmp_path, monkeypatch, capfd):
         """Whoever may write into the run's folder can rename what is in it."""
-        control = Control(folder, *LIMITS)
+        control = control_of(folder)
         assert control.poll(4, 1) is None
         (tmp_path / "secret").write_text("mine")
         (tmp_path / "secret").chmod(0o600)
@@ -499,19 +502,19 @@ class TestControl:
     )
     def test_what_is_no_request_is_dropped(self, folder, content):
         (folder.path / "request").write_text(content)
-        assert Control(folder, *LIMITS).poll(4, 1) is None
+        assert control_of(folder).poll(4, 1) is None
         assert not (folder.path / "request").exists()
         assert folder.standing.answer.refused
 
     def test_a_request_outlives_the_rank_that_read_it(self, folder):
         folder.write("request", {"id": "x", "workers": 3})
-        assert Control(folder, *LIMITS).poll(4, 1) == 3
-        successor = Control(folder, *LIMITS)
+        assert control_of(folder).poll(4, 1) == 3
+        successor = control_of(folder)
         assert [successor.poll(*now) for now in ((4, 1), (3, 2), (3, 3))] == [3, None, None]
         assert (folder.standing.answer.after, folder.standing.answer.step) == (3, 1)
 
     def test_a_request_that_comes_while_another_is_carried_out_is_not_lost(self, folder):
-        control = Control(folder, *LIMITS)
+        control = control_of(folder)
         folder.write("request", {"id": "x", "workers": 3})
         assert control.poll(4, 1) == 3
         folder.write("request", {"id": "y", "workers": 5})
@@ -523,7 +526,7 @@ class TestControl:
         assert folder.request is None
 
     def test_a_request_that_waits_for_workers_gives_way_to_another(self, folder):
-        control = Control(folder, *LIMITS)
+        control = control_of(folder)
         assert control.poll(4, 0) is None
         folder.write("request", {"id": "x", "workers": 6})
         assert control.poll(4, 1) == 6
@@ -537,7 +540,7 @@ class TestControl:
         assert folder.standing.answer.step == 3  # as the run says it
 
     def test_a_request_that_waits_for_workers_is_not_taken_back(self, folder):
-        control = Control(folder, *LIMITS)
+        control = control_of(folder)
 
         def poll():
             control.poll(4, 1, waits=folder.standing is not None and bool(folder.standing.taken))
@@ -547,7 +550,7 @@ class TestControl:
         assert folder.request is not None
 
     def test_the_end_of_the_run_is_said(self, folder):
-        thread = threading.Timer(0.2, Control(folder, *LIMITS).close)
+        thread = threading.Timer(0.2, control_of(folder).close)
         thread.start()
         with pytest.raises(FileNotFoundError, match="has ended"):
             request_resize(folder.path.parent, 3, 10.0)
@@ -568,10 +571,9 @@ class TestDiscovery:
             count_slots(text)
 
     @pytest.mark.parametrize("known", [False, True], ids=["nothing heard before", "heard already"])
-    def test_news_come_once(self, monkeypatch, known):
-        monkeypatch.setattr("mpishard.elastic.control._ASK_S", 0.01)
+    def test_news_come_once(self, known):
         wanted, asked = [3], threading.Semaphore(0)
-        discovery = Discovery(lambda: asked.release() or wanted[0])
+        discovery = Discovery(lambda: asked.release() or wanted[0], every=0.01)
         if known:
             discovery.known = 3
             assert discovery.news() is None
@@ -585,10 +587,9 @@ class TestDiscovery:
         assert discovery.known == 4
         discovery.close()
 
-    def test_a_file_a_program_and_a_failure(self, tmp_path, monkeypatch, capfd):
-        monkeypatch.setattr("mpishard.elastic.control._ASK_S", 0.01)
+    def test_a_file_a_program_and_a_failure(self, tmp_path, capfd):
         path = tmp_path / "hosts"
-        discovery = Discovery(path)
+        discovery = Discovery(path, every=0.01)
         until(lambda: discovery.news() is None and "No such file" in capfd.readouterr().err)
         path.write_text("a:2\nb:2\n")
         until(lambda: discovery.news() == 4)
@@ -673,7 +674,7 @@ class TestWatch:
 
 def test_a_mesh_is_asked_for(folder):
     """A run that may change its mesh, and takes whatever is asked for but tensor=3."""
-    control = Control(folder, *LIMITS, lambda sizes: "no tensor=3" if sizes.tensor == 3 else "")
+    control = control_of(folder, lambda sizes: "no tensor=3" if sizes.tensor == 3 else "")
     now, steps = SimpleNamespace(workers=4, mesh="data=4"), itertools.count(1)
     ask = functools.partial(request_resize, folder.path.parent)
 

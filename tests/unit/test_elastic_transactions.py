@@ -19,12 +19,12 @@ from mpi4py import MPI
 import mpishard
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import Ledger
-from mpishard.comm.mesh import CELL_OPTION
 from mpishard.elastic import transactions as agreements
 from mpishard.elastic.membership import Member, Membership, Peer, Roles
 from mpishard.elastic.phases import TRANSITIONS, Phase, PhaseEvent, next_phase
 from mpishard.elastic.spawning import BOOT, command, flush_output
 from mpishard.elastic.transactions import ResizeMetadata, RunStatus, Transactions, buddies, needs_copy
+from mpishard.launch.detection import CELL_OPTION
 from mpishard.launch.script import RUNNER
 from mpishard.training.checkpoints import RunProgress
 from mpishard.training.run import StepOutcome
@@ -329,8 +329,8 @@ class Broken(MPI.Intracomm):
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_survivors_make_their_communicator_together_or_not_at_all(monkeypatch, dies):
-    monkeypatch.setattr("mpishard.elastic.membership.heals_in_place", lambda: True)
+def test_survivors_make_their_communicator_together_or_not_at_all(environ, monkeypatch, dies):
+    environ(OMPI_MCA_mpi_ft_enable="1")
     monkeypatch.setattr(Membership, "lost", False)
     broken, survivors = Broken(MPI.COMM_SELF), Survivors(MPI.COMM_SELF)
     survivors.calls, survivors.hears, survivors.dies = [], True, dies

@@ -225,9 +225,8 @@ def as_bits(numbers):
 @pytest.mark.parametrize("backwards", ["", "1"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", NUMBERS)
-def test_many_ranges_of_a_device_give_the_bits_of_the_host(kind, dtype, backwards, monkeypatch):
-    if backwards:
-        monkeypatch.setenv("MPISHARD_CUDA_BACKWARDS", backwards)
+def test_many_ranges_of_a_device_give_the_bits_of_the_host(kind, dtype, backwards, environ):
+    environ(MPISHARD_CUDA_BACKWARDS=backwards or None)
     host = [NUMBERS[kind](size, dtype) for size in SIZES]
     device = [on_device(array) for array in host]
     parts = [(row, *cut) for row, size in enumerate(SIZES) for cut in ((0, size), (size // 3, size), (5, 5))]

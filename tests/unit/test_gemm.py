@@ -181,7 +181,8 @@ def test_a_text_that_is_no_choice_is_refused(text, message):
     ],
 )
 def test_what_is_faster_on_the_processor_is_taken(installed, intel, bfloat16, expected):
-    assert str(choice.faster_here(installed, intel=intel, bfloat16=bfloat16)) == expected
+    offer = libraries.Offer(dict.fromkeys(installed, "1.0"), intel, bfloat16)
+    assert str(choice.fastest_of(offer)) == expected
 
 
 def test_a_file_that_is_no_library_is_told_and_not_taken(monkeypatch, tmp_path):
@@ -193,7 +194,7 @@ def test_a_file_that_is_no_library_is_told_and_not_taken(monkeypatch, tmp_path):
         assert libraries.loadable() == {}
 
 
-def test_an_installation_by_other_means_is_found_by_its_variable(monkeypatch, tmp_path):
+def test_an_installation_by_other_means_is_found_by_its_variable(environ, monkeypatch, tmp_path):
     (tmp_path / "lib").mkdir()
     library = tmp_path / "lib" / "libdnnl.so.3"
     library.touch()
@@ -201,7 +202,7 @@ def test_an_installation_by_other_means_is_found_by_its_variable(monkeypatch, tm
         monkeypatch.setattr(libraries.sys, folder, str(tmp_path / "none"))
     monkeypatch.setattr(libraries.site, "getuserbase", lambda: str(tmp_path / "none"))
     assert libraries.installed.__wrapped__() == {}
-    monkeypatch.setenv("DNNLROOT", str(tmp_path))
+    environ(DNNLROOT=str(tmp_path))
     assert libraries.installed.__wrapped__() == {ONEDNN: library}
 
 
@@ -286,8 +287,7 @@ def test_layers_multiply_by_the_library_that_was_chosen(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_several_threads_multiply_parts(name, monkeypatch):
-    monkeypatch.setattr(gemm, "_LARGE", 1)
+def test_several_threads_multiply_parts(name):
     random = np.random.default_rng(4)
     for dtype in libraries.TAKES[name]:
         if dtype == "bfloat16" and not libraries.multiplies_bfloat16():
@@ -296,7 +296,7 @@ def test_several_threads_multiply_parts(name, monkeypatch):
         a, b = random.standard_normal((2, 512, 512)).astype(kind)
         out = np.empty((512, 512), a.dtype)
         one, other = (halves(each) if dtype == "bfloat16" else each for each in (a, b))
-        call = gemm.callable_for(product_of(one, other, out), libraries.load(name), 3)
+        call = gemm.callable_for(product_of(one, other, out), libraries.load(name), 3, large=1)
         exact = (gemm.widened(one) @ gemm.widened(other)) if dtype == "bfloat16" else a @ b
         for _ in range(5):  # parts and threads meet in any way
             out.fill(0)
@@ -305,13 +305,12 @@ def test_several_threads_multiply_parts(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["NumPy by addresses", *FLOATS])
-def test_a_forked_process_has_threads_of_its_own(name, monkeypatch):
+def test_a_forked_process_has_threads_of_its_own(name):
     """Those of its parent are not there, and are not waited for when it ends."""
-    monkeypatch.setattr(gemm, "_LARGE", 1)
     library = libraries.load(name) if name in FLOATS else Recorder()
     a, b = np.random.default_rng(4).standard_normal((2, 512, 512)).astype(np.float32)
     expected = np.empty((512, 512), np.float32)
-    call = gemm.callable_for(product_of(a, b, expected), library, 3)
+    call = gemm.callable_for(product_of(a, b, expected), library, 3, large=1)
     call(*addresses(a, b, expected))
 
     def multiply():

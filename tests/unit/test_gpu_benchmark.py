@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,7 @@ def test_parts_on_ranks_on_the_stand_in(tmp_path: Path) -> None:
     assert again["all_reduce"] == results["all_reduce"]
 
 
-def test_a_case_that_fails_ends_no_other(tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_that_fails_ends_no_other(tools: Any, tmp_path: Path) -> None:
     of_torch = {"loss": 0.1, "scale": 1.0, "tensors": {"a": 0.1, "b": 0.0, "c": float("inf"), "d": 0.2}}
     ours = {"loss": 0.2, "scale": 1.0, "tensors": {"a": 0.3, "b": 0.0, "c": 1.0, "d": 0.2}}
     ours |= {"attention": "cuDNN", "warnings": ["slow"]}
@@ -79,8 +81,7 @@ def test_a_case_that_fails_ends_no_other(tools: Any, tmp_path: Path, monkeypatch
             return ours
 
     setting = tools.Setting("numpy", small=True, output=str(tmp_path))
-    monkeypatch.setattr(tools.importlib.util, "find_spec", lambda name: name)
-    results = tools.run_parts(Launcher(), setting, ["parity"])
+    results = tools.run_parts(Launcher(), setting, {"parity": partial(tools.part_parity, has_torch=True)})
     failed = {"GPT/float16", "GPT, tied/torch", "PyTorch, GPT/bfloat16", "PyTorch, Llama/bfloat16"}
     assert set(results["parity"]["failures"]) == failed
     case = results["parity"]["cases"]["GPT/float32"]
@@ -89,8 +90,7 @@ def test_a_case_that_fails_ends_no_other(tools: Any, tmp_path: Path, monkeypatch
     row = "| GPT | float32 | cuDNN | 7.000 | 2.0e-01 / 1.0e-01 | 2.5e-01 / 1.5e-01 | 1.0e+00 / inf | 3.00 | a |"
     assert row in text and "| GPT | bfloat16 | cuDNN | 7.000 | 2.0e-01 / none |" in text
     assert text.count("It warned: slow") == 1 and "GPT/float16 failed: GPT/float16 crashed" in text
-    monkeypatch.setattr(tools.importlib.util, "find_spec", lambda name: None)
-    results = tools.run_parts(Launcher(), setting, ["parity"])
+    results = tools.run_parts(Launcher(), setting, {"parity": partial(tools.part_parity, has_torch=False)})
     assert "PyTorch is not installed" in tools.gpu_tables.table_of("parity", results)
 
 
@@ -101,56 +101,64 @@ def test_what_crashes_or_hangs_ends_no_other_part(tools: Any, tmp_path: Path) ->
     assert (code, text) == (None, "2\n")
     launcher.mpirun, launcher.limit = None, 0.01
     setting = tools.Setting("numpy", small=True, output=str(tmp_path))
-    results = tools.run_parts(launcher, setting, ["all_reduce", "trace"])
+    results = tools.run_parts(launcher, setting, {name: tools.PARTS[name] for name in ("all_reduce", "trace")})
     assert "no mpirun" in results["all_reduce"]["failed"]
     assert "no end within 0.01 s" in results["trace"]["failures"]["mpishard"]
     assert "failed: no mpirun" in (tmp_path / "tables.md").read_text()
 
 
-def test_what_no_time_was_left_for_is_for_another_call(tools: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys.modules["gpu_launcher"], "LEAST", 0)
-    launcher = tools.Launcher(None, 60, within=0.05)
+def no_time(launcher: Any, setting: Any, so_far: Any) -> dict[str, Any]:
+    """A part that is not started."""
+    raise sys.modules["gpu_launcher"].OutOfTime("no time was left")
+
+
+def half(launcher: Any, setting: Any, so_far: Any) -> dict[str, Any]:
+    """The part `memory`, as far as it came."""
+    so_far({"ranks": {}, "parameters": 1})
+    return no_time(launcher, setting, so_far)
+
+
+def no_results(launcher: Any, setting: Any, so_far: Any) -> dict[str, Any]:
+    """A part that has nothing to show."""
+    return {}
+
+
+def test_what_no_time_was_left_for_is_for_another_call(tools: Any, tmp_path: Path) -> None:
+    launcher = tools.Launcher(None, 60, within=0.05, least=0)
     assert launcher.run(["-c", "import time; time.sleep(50)"], 0, 60) == (None, "")
     with pytest.raises(tools.OutOfTime, match="no time was left"):
         launcher.run(["-c", ""], 0, 60)
 
-    def in_halves(launcher: Any, setting: Any, so_far: Any) -> dict[str, Any]:
-        so_far({"ranks": {}, "parameters": 1})
-        written.append(json.loads((tmp_path / "results.json").read_text())["memory"])
-        raise tools.OutOfTime("no time was left")
+    def in_halves(*given: Any) -> dict[str, Any]:
+        try:
+            return half(*given)
+        finally:
+            written.append(json.loads((tmp_path / "results.json").read_text())["memory"])
 
     written: list[Any] = []
-    monkeypatch.setitem(tools.PARTS, "memory", in_halves)
-    monkeypatch.setitem(tools.PARTS, "bandwidth", lambda *given: {})
     setting = tools.Setting("numpy", small=True, output=str(tmp_path))
-    results = tools.run_parts(launcher, setting, ["bandwidth", "memory", "trace", "checkpoint"])
+    parts = {"bandwidth": no_results, "memory": in_halves, "trace": tools.part_trace}
+    parts["checkpoint"] = tools.part_checkpoint
+    results = tools.run_parts(launcher, setting, parts)
     assert written[0]["unfinished"] and results["memory"]["unfinished"]
     assert "memory did not come to its end" in (tmp_path / "tables.md").read_text()
     done = [name for name in tools.PARTS if tools.is_done(results.get(name))]
     assert done == ["bandwidth"] and "no time" in results["checkpoint"]["failed"]
-    ran: list[Any] = []
-    monkeypatch.setattr(tools, "run_parts", lambda launcher, setting, parts: ran.extend(parts) or results)
+    ran: list[str] = []
+
+    def running(name: str) -> Any:
+        return lambda *given: ran.append(name) or {"failed": "again"}
+
     options = [str(tmp_path), "--module", "numpy", "--small", "--rest", "--only", "bandwidth", "memory", "trace"]
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *options])
-    assert tools.main() == 1 and ran == ["memory", "trace"]
+    assert tools.main(options, {name: running(name) for name in parts}) == 1 and ran == ["memory", "trace"]
 
 
-def test_a_table_of_an_earlier_run_says_so_and_when(tools: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    def no_time(launcher: Any, setting: Any, so_far: Any) -> dict[str, Any]:
-        raise tools.OutOfTime("no time was left")
-
-    def half(launcher: Any, setting: Any, so_far: Any) -> dict[str, Any]:
-        so_far({"ranks": {}, "parameters": 1})
-        return no_time(launcher, setting, so_far)
-
+def test_a_table_of_an_earlier_run_says_so_and_when(tools: Any, tmp_path: Path, capsys: Any) -> None:
     setting = tools.Setting("numpy", small=True, output=str(tmp_path))
     copy = {"bytes": 1, "bytes_per_second": 1, "to_copy": 1}
-    monkeypatch.setitem(tools.PARTS, "bandwidth", lambda *given: {"copy": copy})
-    when = tools.run_parts(None, setting, ["bandwidth"])["bandwidth"]["when"]
+    when = tools.run_parts(None, setting, {"bandwidth": lambda *given: {"copy": copy}})["bandwidth"]["when"]
     assert "earlier run" not in capsys.readouterr().out
-    for part in ("bandwidth", "trace", "memory"):
-        monkeypatch.setitem(tools.PARTS, part, half if part == "memory" else no_time)
-    tools.run_parts(None, setting, ["bandwidth", "trace", "memory"])
+    tools.run_parts(None, setting, {"bandwidth": no_time, "trace": no_time, "memory": half})
     printed = capsys.readouterr().out
     assert f"bandwidth: no time was left; what follows is of an earlier run, {when}\n\n## bandwidth" in printed
     # What this run has measured is no earlier run's, nor is a part that never ran.
@@ -159,7 +167,7 @@ def test_a_table_of_an_earlier_run_says_so_and_when(tools: Any, tmp_path: Path, 
     results = json.loads(file.read_text())
     del results["bandwidth"]["when"]  # as results of before were
     file.write_text(json.dumps(results))
-    tools.run_parts(None, setting, ["bandwidth"])
+    tools.run_parts(None, setting, {"bandwidth": no_time})
     assert "of an earlier run, which does not say when" in capsys.readouterr().out
 
 
@@ -183,16 +191,15 @@ def test_files_of_tests_that_have_ended_do_not_run_again(tools: Any, tmp_path: P
     assert rest["total"]["no launcher"] == {"passed": 6} and rest["total"]["4 ranks"] == {"passed": 3}
 
 
-def test_results_stay_whole_and_of_one_kind(tools: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_results_stay_whole_and_of_one_kind(tools: Any, tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "results.json"
     setting = tools.Setting("numpy", small=True, output=str(tmp_path))
-    monkeypatch.setitem(tools.PARTS, "bandwidth", lambda *given: {})
-    assert "bandwidth" in tools.run_parts(None, setting, ["bandwidth"]) and tools.earlier(setting)
+    parts = {"bandwidth": no_results}
+    assert "bandwidth" in tools.run_parts(None, setting, parts) and tools.earlier(setting)
 
     def refused(*options: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["gpu.py", *options])
         with pytest.raises(SystemExit) as stop:
-            tools.main()
+            tools.main(options)
         assert stop.value.code == 2
         return capsys.readouterr().err
 
@@ -202,28 +209,26 @@ def test_results_stay_whole_and_of_one_kind(tools: Any, tmp_path: Path, monkeypa
     assert f"cannot keep results in {file}" in refused(str(file), "--module", "numpy")
     # A disk without space leaves what is there, and says so.
     before = file.read_text()
-    with monkeypatch.context() as full:
-        full.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-        with pytest.raises(OSError, match="not all results are in"):
-            tools.run_parts(None, setting, ["bandwidth"])
+    (tmp_path / "results.json.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="not all results are in"):
+        tools.run_parts(None, setting, parts)
     assert file.read_text() == before and not list(tmp_path.glob("*.part"))
     assert f"cannot write {file}: [Errno 28] No space left" in capsys.readouterr().err
     file.write_text(before[:20])
     assert "results.json cannot be read" in refused(str(tmp_path), "--module", "numpy", "--small")
 
 
-def test_what_is_missing_is_named_before_any_part(tools: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(tools, "NEEDED", ("numpy", "no_such_package"))
-    monkeypatch.setattr(sys, "argv", ["gpu.py", str(tmp_path), "--module", "numpy"])
-    with pytest.raises(SystemExit, match="not installed: no_such_package"):
-        tools.main()
+def test_what_is_missing_is_named_before_any_part(
+    tools: Any, tmp_path: Path, environ: Callable[..., None], monkeypatch: Any
+) -> None:
+    if not tools.is_there("cupy"):
+        with pytest.raises(SystemExit, match="not installed: cupy; .*cupy-cuda13x"):
+            tools.main([str(tmp_path)])
     (tmp_path / "cupy.py").write_text("raise RuntimeError('cudaErrorInsufficientDriver: too old')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(tools, "NEEDED", ())
-    monkeypatch.setattr(tools, "is_there", lambda name: True)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", str(tmp_path / "out"), "--only", "training"])
+    environ(PYTHONPATH=str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(SystemExit, match="no GPU .*cudaErrorInsufficientDriver: too old"):
-        tools.main()
+        tools.main([str(tmp_path / "out"), "--only", "training"])
     (tmp_path / "cupy.py").write_text(
         "class cuda:\n    class runtime:\n        getDeviceCount = lambda: 1\n\n"
         "def ones(n):\n    import numpy\n    return numpy.ones(n)\n"
@@ -231,23 +236,23 @@ def test_what_is_missing_is_named_before_any_part(tools: Any, tmp_path: Path, mo
     assert tools.without_gpu(tools.Launcher(None, 60)) == ""
 
 
-def test_ctrl_c_ends_what_runs(tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher, goes_on = tools.Launcher(None, 60), threading.Event()
+def test_ctrl_c_ends_what_runs(tools: Any, tmp_path: Path) -> None:
+    goes_on = threading.Event()
     texts: list[str] = []
 
-    def some_run(arguments: list[str], ranks: int, limit: float) -> tuple[int | None, str]:
-        if "tests/unit/test_nn_device.py" in arguments:
-            raise KeyboardInterrupt
-        texts.append("in time" if goes_on.wait(20) else "waited for")
-        return 0, ""
+    class Interrupted(tools.Launcher):
+        def run(self, arguments: list[str], ranks: int, limit: float) -> tuple[int | None, str]:
+            if "tests/unit/test_nn_device.py" in arguments:
+                raise KeyboardInterrupt
+            texts.append("in time" if goes_on.wait(20) else "waited for")
+            return 0, ""
 
-    monkeypatch.setattr(launcher, "run", some_run)
     setting = tools.Setting("numpy", small=True, output=str(tmp_path))
     with pytest.raises(KeyboardInterrupt):
-        tools.part_tests(launcher, setting, print)
+        tools.part_tests(Interrupted(None, 60), setting, print)
     goes_on.set()
-    monkeypatch.undo()
     assert "waited for" not in texts
+    launcher = tools.Launcher(None, 60)
     ended: list[int | None] = []
     begun = tmp_path / "begun"
     command = ["-c", f"open({str(begun)!r}, 'w'); import time; time.sleep(50)"]
@@ -319,13 +324,13 @@ def test_the_peak_of_a_gpu_is_found_by_its_name(tools: Any) -> None:
     assert {name: tools.gpu_machine.peak_tflops(name) for name in known} == known
 
 
-def test_the_mpi_of_a_prefix_is_taken(tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mpi_of_a_prefix_is_taken(tools: Any, tmp_path: Path, environ: Callable[..., None]) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
     packages.mkdir(parents=True)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "mpirun").write_text("#!/bin/sh\n")  # without the mode of a command
     given = tools.Launcher(tmp_path, 9)
-    monkeypatch.setenv("PYTHONPATH", str(packages))
+    environ(PYTHONPATH=str(packages))
     for launcher in (given, tools.Launcher(None, 9)):
         assert launcher.mpirun == str(tmp_path / "bin" / "mpirun")
         assert launcher.environment["LD_LIBRARY_PATH"].split(":")[0] == str(tmp_path / "lib")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,14 +22,12 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard.cli import main
-from mpishard.comm.abort import _try_again
-from mpishard.launch import processes as processes_of_this_machine
 from mpishard.launch.exit_codes import START_AGAIN
 from mpishard.launch.job_notes import Ended, Failure, Heal, Notes
 from mpishard.launch.launchers import Host, HostMonitor, Probe, check_shell, parse_hosts, sweep
 from mpishard.launch.processes import Leftovers
 from mpishard.launch.restart_policy import JobHistory, JobOutcome, Policy, Start, Stop, decide
-from mpishard.launch.signals import ctrl_c_deferred
+from mpishard.launch.signals import ctrl_c_again, ctrl_c_deferred
 
 # A launcher that does not fit the MPI starts several worlds of one rank, which a mesh refuses to train in.
 
@@ -42,9 +41,8 @@ OF_THIS_MPI = (
 
 
 @pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLURM_STEP_ID", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
-        monkeypatch.delenv(name, raising=False)
+def no_launcher(environ: Callable[..., None]) -> None:
+    environ(SLURM_STEP_ID=None, PMI_RANK=None, OMPI_COMM_WORLD_RANK=None)
 
 
 @pytest.mark.parametrize(
@@ -55,10 +53,9 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_worlds_of_one_rank_are_refused(
-    environment: dict[str, str], launcher: str, way_out: str, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], launcher: str, way_out: str, environ: Callable[..., None]
 ) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    environ(**environment)
     for comm in (None, MPI.COMM_WORLD):
         with pytest.raises(ValueError, match=f"MPI_COMM_WORLD: {launcher} started 4 .*{way_out}"):
             mpishard.Mesh(comm)
@@ -77,9 +74,8 @@ def test_worlds_of_one_rank_are_refused(
         {**SRUN, **OF_THIS_MPI, "OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"},
     ],
 )
-def test_one_process_that_was_meant_to_be_one(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+def test_one_process_that_was_meant_to_be_one(environment: dict[str, str], environ: Callable[..., None]) -> None:
+    environ(**environment)
     with mpishard.Mesh() as mesh:
         assert mesh.size == 1
 
@@ -164,13 +160,10 @@ sys.stdin.read()
 """
 
 
-def test_segments_that_are_made_one_after_another_are_seen_soon(monkeypatch):
+def test_segments_that_are_made_one_after_another_are_seen_soon():
     """A rank that dies in its first second leaves no time for a later look."""
     now, seen, looks = [0.0], iter([set(), {"a"}, {"a", "b"}, {"a", "b"}]), []
-    monkeypatch.setattr(processes_of_this_machine, "descendants", lambda: looks.append(now[0]))
-    monkeypatch.setattr(processes_of_this_machine, "_mapped", lambda found: next(seen))
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    leftovers = Leftovers()
+    leftovers = Leftovers(lambda: looks.append(now[0]) or next(seen), lambda: now[0])
     for tenth in range(40):
         now[0] = tenth / 10
         leftovers.look()
@@ -189,12 +182,10 @@ def test_segments_that_a_dead_process_of_the_job_had(tmp_path, monkeypatch):
         for path in paths:
             path.write_bytes(bytes(4096))
         mapped = [sys.executable, "-I", "-S", "-c", MAP, *map(str, (mpich, open_mpi, users))]
-        leftovers = Leftovers()
+        leftovers = Leftovers(clock=itertools.count(step=10.0).__next__)
         with subprocess.Popen(mapped, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             process.stdout.readline()
-            with monkeypatch.context() as later:
-                later.setattr(time, "monotonic", lambda: float("inf"))
-                leftovers.look()
+            leftovers.look()
             leftovers.remove(0)
             assert all(path.exists() for path in paths)
             process.kill()
@@ -239,7 +230,7 @@ def test_who_takes_it_already_gets_it_at_once() -> None:
 def test_it_comes_again_where_python_has_ignored_it() -> None:
     ignored: Any = SimpleNamespace(exc_type=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
-        _try_again(ignored)
+        ctrl_c_again(ignored)
         threading.Event().wait(60)
 
 

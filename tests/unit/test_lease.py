@@ -38,12 +38,12 @@ def of_elsewhere(**changes):
     return replace(Holder.this(), machine="another", host="n7", **changes)
 
 
-def test_a_folder_has_one_run_at_a_time(tmp_path, other, monkeypatch):
+def test_a_folder_has_one_run_at_a_time(tmp_path, other, environ):
     with pytest.raises(ValueError, match=rf"process {other.pid} on {os.uname().nodename}, since 2"):
         FolderLease.take(tmp_path)
-    monkeypatch.setenv("MPISHARD_SHARE_FOLDER", "1")
+    environ(MPISHARD_SHARE_FOLDER="1")
     assert FolderLease.take(tmp_path) is None
-    monkeypatch.delenv("MPISHARD_SHARE_FOLDER")
+    environ(MPISHARD_SHARE_FOLDER=None)
     other.stdin.close()
     assert other.wait() == 1 and not (tmp_path / "holder").exists()
     first, second = FolderLease.take(tmp_path), FolderLease.take(tmp_path)
@@ -71,12 +71,11 @@ def test_one_that_was_killed_does_not_count(tmp_path, other):
         ),
     ],
 )
-def test_an_earlier_start_of_the_job_is_over(tmp_path, monkeypatch, before, now):
-    for name, value in now.items():
-        monkeypatch.setenv(name, value)
+def test_an_earlier_start_of_the_job_is_over(tmp_path, environ, capfd, before, now):
+    environ(**now)
     write(tmp_path, replace(Holder.this(before), machine="another", host="n7"))
-    monkeypatch.setattr(lease.time, "sleep", lambda seconds: pytest.fail("it waits"))
     FolderLease.take(tmp_path).release()
+    assert "waits" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("age", "beats", "lives"), [(0, 3, True), (40, 0, False), (29, 0, False), (0, 0, False)])

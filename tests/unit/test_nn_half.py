@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from mpishard import nn
 from mpishard.backend import array as arrays
 from mpishard.backend import gemm
 from mpishard.backend.gemm import choice, libraries
-from mpishard.nn.products import make_matmul
+from mpishard.backend.gemm.libraries import Offer
+from mpishard.nn.products import make_matmul, way_to_fast_products
 
 # Products in half precision: against float64, in a run, and refused where they cannot be.
 
@@ -149,16 +151,9 @@ def test_numpy_is_slow_and_says_so_once():
         ("bfloat16", True, ["onednn"], "", "mesh="),
     ],
 )
-def test_slow_products_come_with_what_is_fast_on_this_processor(
-    half, multiplies, installed, chosen, way_out, monkeypatch
-):
-    monkeypatch.setattr(gemm, "has_fast_bfloat16", lambda: False)
-    monkeypatch.setattr(libraries, "multiplies_bfloat16", lambda: multiplies)
-    monkeypatch.setattr(libraries, "loadable", lambda: dict.fromkeys(installed, "1.0"))
-    monkeypatch.setattr(libraries, "is_intel", lambda: False)
-    monkeypatch.setenv("MPISHARD_PRODUCTS", chosen)
-    with pytest.warns(UserWarning, match=f"compute_dtype={half} .*: .*{way_out}"):
-        nn.GPT(**SIZES, compute_dtype=half)
+def test_slow_products_come_with_what_is_fast_on_the_processor(half, multiplies, installed, chosen, way_out):
+    offer = Offer(dict.fromkeys(installed, "1.0"), intel=False, bfloat16=multiplies)
+    assert re.search(way_out, way_to_fast_products(np.dtype(half), offer, chosen))
 
 
 @pytest.mark.parametrize(

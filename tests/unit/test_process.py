@@ -7,7 +7,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +62,9 @@ def test_quota_of_cpu_time(files: dict[str, str], quota: float, tmp_path: Path) 
     assert cpu_quota(tmp_path) == quota
 
 
+NOT_CHOSEN = dict.fromkeys(["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS"])
+
+
 @pytest.mark.parametrize(
     ("a", "b", "given"),
     [
@@ -80,8 +83,8 @@ def test_small_products_have_one_thread(
     assert set_to == given
 
 
-def test_the_number_of_threads_is_what_it_was_after_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "chosen_by_user", lambda: None)
+def test_the_number_of_threads_is_what_it_was_after_a_product(environ: Callable[..., None]) -> None:
+    environ(**NOT_CHOSEN)
     process._openblas.cache_clear()
     found = process._openblas()
     if found is None:
@@ -95,20 +98,19 @@ def test_the_number_of_threads_is_what_it_was_after_a_product(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"])
-def test_a_choice_of_the_user_stands(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(variable, "2")
+def test_a_choice_of_the_user_stands(variable: str, environ: Callable[..., None]) -> None:
+    environ(**{variable: "2"})
     process._openblas.cache_clear()
     assert process._openblas() is None
     process._openblas.cache_clear()
 
 
-def test_xla_gets_as_many_threads_where_the_user_chose_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
-    monkeypatch.setenv("NPROC", "7")
+def test_xla_gets_as_many_threads_where_the_user_chose_none(environ: Callable[..., None]) -> None:
+    environ(OPENBLAS_NUM_THREADS="2", NPROC="7")
     assert process.limit_blas_threads(MPI.COMM_SELF, [0]) == 2 and os.environ["NPROC"] == "7"
-    monkeypatch.delenv("NPROC")
+    environ(NPROC=None)
     assert process.limit_blas_threads(MPI.COMM_SELF, [0]) == 2 and os.environ["NPROC"] == "2"
-    monkeypatch.setattr(process, "chosen_by_user", lambda: None)
+    environ(**NOT_CHOSEN)
     with threadpool_limits(2):
         process.fix_blas_threads()
     assert os.environ["NPROC"] == "1"

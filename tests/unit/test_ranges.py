@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import sqrt
 from typing import Any
 
@@ -100,10 +100,9 @@ def test_the_bits_are_those_of_calls_on_the_host(kernel: Kernel, dtype: Any, mon
 
 @each_dtype
 @pytest.mark.parametrize("backwards", ["", "1"])
-def test_starts_anywhere(dtype: Any, backwards: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starts_anywhere(dtype: Any, backwards: str, environ: Callable[..., None]) -> None:
     """Arrays of a row that are a different number of elements away from a multiple of 16 bytes."""
-    if backwards:
-        monkeypatch.setenv("MPISHARD_CUDA_BACKWARDS", backwards)
+    environ(MPISHARD_CUDA_BACKWARDS=backwards or None)
     kernel = formulas.adam
     rows, scalars = rows_of(kernel, dtype), scalars_of(kernel)
     device_rows = [[unaligned(array, place) for place, array in enumerate(row)] for row in rows]

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -326,10 +326,9 @@ def test_settings_become_plain() -> None:
     assert plain({"a": np.int64(3), "b": (1, None), "c": len}) == {"a": 3, "b": [1, None], "c": repr(len)}
 
 
-def test_surroundings_hold_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLURM_JWT", "MPISHARD_API_KEY", "UCX_Auth_Mode", "OMPI_MCA_PASSWD", "MPISHARD_Credentials"):
-        monkeypatch.setenv(name, "hunter2")
-    monkeypatch.setenv("SLURM_JOB_ID", "42")
+def test_surroundings_hold_no_secret(environ: Callable[..., None]) -> None:
+    names = "SLURM_JWT MPISHARD_API_KEY UCX_Auth_Mode OMPI_MCA_PASSWD MPISHARD_Credentials".split()
+    environ(**dict.fromkeys(names, "hunter2"), SLURM_JOB_ID="42")
     with mpishard.Mesh() as mesh:
         found = surroundings(mesh)
     assert found["environment"]["MPISHARD_API_KEY"] == found["environment"]["UCX_Auth_Mode"] == "***"
@@ -375,11 +374,11 @@ def test_no_tensorboard_is_told_with_what_to_install(tmp_path: Path, monkeypatch
         mpishard.RunRecord(tmp_path / "run", mesh, tensorboard=True)
 
 
-def test_the_next_first_rank_writes_what_a_dead_one_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_first_rank_writes_what_a_dead_one_has_not(tmp_path: Path, environ: Callable[..., None]) -> None:
     class Placed(mpishard.Mesh):
         rank = 0
 
-    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
+    environ(OMPI_MCA_mpi_ft_enable="1")
     # A start before went further, and has taken the same steps.
     write(tmp_path, [{"step": step, "start": 1, "loss": 0.0} for step in (1, 2, 3, 9)], starts=[{}])
     with Placed() as first, Placed() as other:

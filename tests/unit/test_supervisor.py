@@ -42,14 +42,13 @@ def python(*words, **environment):
     return done.stderr
 
 
-def test_what_a_killed_supervisor_has_left_goes_with_the_next_start(tmp_path, monkeypatch):
+def test_what_a_killed_supervisor_has_left_goes_with_the_next_start(tmp_path):
     """And no folder of one that lives, nor anything else."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    dead = Path(tempfile.mkdtemp(prefix=".mpishard-run-"))
+    dead = Path(tempfile.mkdtemp(prefix=".mpishard-run-", dir=tmp_path))
     (dead / "start").touch()
     open_to_others = tmp_path / ".mpishard-run-open"
     open_to_others.mkdir(mode=0o755)
-    with _temporary_folder(None) as first, _temporary_folder(None) as second:
+    with _temporary_folder(str(tmp_path)) as first, _temporary_folder(str(tmp_path)) as second:
         assert not dead.exists() and Path(first).is_dir() and Path(second).is_dir()
     assert list(tmp_path.iterdir()) == [open_to_others]
 
@@ -153,17 +152,16 @@ def test_whether_a_script_ran_to_its_end(body, to_its_end):
 
 
 @pytest.fixture
-def watched(tmp_path, monkeypatch):
+def watched(tmp_path):
     """``watched(seconds, gone)``: what a `ProgressMonitor`, its `monitor`, says of its `folder` that much later."""
     folder, clock = JobNotes.create(tmp_path / "run"), SimpleNamespace(now=0.0)
-    monkeypatch.setattr(restart_policy, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     def look(seconds, gone=0):
         clock.now += seconds
         return look.monitor.look(gone)
 
     limits = restart_policy.ProgressLimits(start=20.0, step=100.0, heal=10.0, end=5.0)
-    look.folder, look.monitor = folder, restart_policy.ProgressMonitor(folder, limits)
+    look.folder, look.monitor = folder, restart_policy.ProgressMonitor(folder, limits, lambda: clock.now)
     return look
 
 
@@ -197,31 +195,27 @@ def test_a_job_that_is_stuck(watched):
     assert "launcher has not for 5 s" in watched(1)
 
 
-def test_a_script_that_trains_twice(watched, monkeypatch):
+def test_a_script_that_trains_twice(watched):
     folder, steps = watched.folder, iter([1, 1, 61, 61, 1, 3, 3])
     folder.note_started()
     reports, looks = object.__new__(supervisor_reports.Reports), []
-    reports._run, reports._is_first, reports.is_silent = folder, True, False
+    reports._run, reports.is_first, reports.is_silent = folder, True, False
 
-    def wait(seconds):
+    def over(seconds):
         looks.append(watched(1))
         if len(looks) == 5:  # in the second run, before its first step is noted
             folder.note_healed(3, 0)
         reports.step = next(steps, None)
         return reports.step is None
 
-    reports._stop = SimpleNamespace(wait=wait)
-    monkeypatch.setattr(supervisor_reports, "_step", lambda: reports.step)
-    with monkeypatch.context() as patch:
-        patch.setattr(JobNotes, "is_over", False)
-        reports._follow()
+    reports._follow(over, lambda: reports.step)
     assert watched(1000) == "" and not any(looks)
     assert (watched.monitor.step, watched.monitor.furthest) == (3, 61)
 
 
 def test_what_all_ranks_were_refused_alike_is_noted(tmp_path):
     reports = object.__new__(supervisor_reports.Reports)
-    reports._run, reports._process, reports._has_trained = JobNotes.create(tmp_path / "run"), os.getpid(), False
+    reports._run, reports._process, reports.has_trained = JobNotes.create(tmp_path / "run"), os.getpid(), False
 
     def refused(call, ranks=1):
         with pytest.raises((TypeError, ValueError, OSError)) as found:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-import sys
 import threading
 import time
 import zipfile
@@ -25,8 +24,7 @@ from mpishard.data import (
     ZarrTokens,
     token_files,
 )
-from mpishard.data import text as module
-from mpishard.data.text import standard_library_text, windows
+from mpishard.data.text import LEAST, sources_of, standard_library_text, windows
 from mpishard.data.token_data import SampleMap, apportioned
 
 # Tokens from files: what is read, how sources are mixed, and what is wrong with a file.
@@ -232,11 +230,6 @@ def test_tokens_outside_of_the_vocabulary(tmp_path, dtype, wrong, check):
 # The text data set: the standard library's source, and windows over a text.
 
 
-def library_at(monkeypatch, folder, *archives):
-    monkeypatch.setattr(module.sysconfig, "get_paths", lambda: {"stdlib": str(folder)})
-    monkeypatch.setattr(sys, "path", list(map(str, archives)))
-
-
 def test_standard_library_is_text_and_repeats():
     text = standard_library_text(500_000)
     assert text.dtype == np.uint8 and text.shape == (500_000,)
@@ -246,24 +239,22 @@ def test_standard_library_is_text_and_repeats():
     assert "import " in source and "def __init__(self" in source
 
 
-def test_order_is_by_path_and_skips_what_is_not_library(tmp_path, monkeypatch):
+def test_order_is_by_path_and_skips_what_is_not_library(tmp_path):
     for name in ("b.py", "a/z.py", "a/b/c.py", "test/x.py", "a/tests/y.py", "site-packages/p/q.py", "c.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{name};")
-    library_at(monkeypatch, tmp_path)
     with pytest.raises(FileNotFoundError, match="21 bytes .*100000"):
-        standard_library_text()
-    monkeypatch.setattr(module, "LEAST", 1)
-    assert standard_library_text().tobytes() == b"a/b/c.py;a/z.py;b.py;"
+        sources_of([tmp_path])
+    assert sources_of([tmp_path], least=1).tobytes() == b"a/b/c.py;a/z.py;b.py;"
 
 
-def test_zipped_library(tmp_path, monkeypatch):
+def test_zipped_library(tmp_path):
     with zipfile.ZipFile(tmp_path / "library.zip", "w") as archive:
-        for name, text in (("b.py", "b" * module.LEAST), ("a/test/t.py", "t"), ("a/a.py", "a"), ("c.pyc", "c")):
+        for name, text in (("b.py", "b" * LEAST), ("a/test/t.py", "t"), ("a/a.py", "a"), ("c.pyc", "c")):
             archive.writestr(name, text)
-    library_at(monkeypatch, tmp_path / "missing", tmp_path / "library.zip")
-    assert standard_library_text().tobytes() == b"a" + b"b" * module.LEAST
-    assert standard_library_text(3).tobytes() == b"abb"
+    places = [tmp_path / "missing", tmp_path / "library.zip"]
+    assert sources_of(places).tobytes() == b"a" + b"b" * LEAST
+    assert sources_of(places, 3).tobytes() == b"abb"
 
 
 def test_windows_are_views_shifted_by_one():

@@ -14,7 +14,6 @@ import pytest
 from mpi4py import MPI
 
 import mpishard
-from mpishard.launch import script as python_command
 from mpishard.launch.job_notes import Ended, JobNotes
 from mpishard.launch.script import RUNNER, describe, with_runner, without_runner
 
@@ -228,8 +227,7 @@ def test_where_the_runner_goes(words: str, options: str, script: str, tmp_path: 
     assert with_runner(command) == expected == with_runner(expected)
     assert without_runner([RUNNER, *script.split()]) == script.split() == without_runner(script.split())
     assert with_runner(command, elsewhere=True) == command
-    monkeypatch.setattr(python_command.sys, "executable", command[0])
-    assert with_runner(command, elsewhere=True) == expected
+    assert with_runner([sys.executable, *command[1:]], elsewhere=True) == [sys.executable, *expected[1:]]
 
 
 @pytest.mark.parametrize(
@@ -297,12 +295,12 @@ def test_of_a_users_function_only_the_users_frames():
     assert files[:3] == [__file__] * 3 and all("numpy" in file for file in files[3:])
 
 
-def test_of_refused_arguments_the_users_frames_and_who_refuses(monkeypatch):
+def test_of_refused_arguments_the_users_frames_and_who_refuses(environ):
     text, files = text_and_files(refused)
     assert files[:-1] == [__file__] * 2
     assert files[-1].endswith("validation.py")
     assert text.endswith("ValueError: gradients have 4 elements, but parameters have 5\n")
-    monkeypatch.setenv("MPISHARD_TRACEBACK", "1")
+    environ(MPISHARD_TRACEBACK="1")
     text, files = text_and_files(refused)
     assert "left out" not in text and any(file.endswith("settings.py") for file in files)
 

@@ -103,14 +103,14 @@ def _plan(choice: Choice, a: np.ndarray, b: np.ndarray, out: np.ndarray, count: 
     return None if library is None else callable_for(product, load(library), count)
 
 
-def callable_for(product: Product, library: Library, threads: int) -> Call | None:
+def callable_for(product: Product, library: Library, threads: int, large: int = _LARGE) -> Call | None:
     """The function of the addresses of `a`, `b` and `out` that computes a product, with at most `threads` threads.
 
     Each thread computes some rows, or columns where there are more of these, or some matrices of a batch. The number of
-    parts depends on the sizes and on `threads` alone, so that the bits do not vary. Two threads must not call it at
-    once. None: the library cannot compute it.
+    parts depends on the sizes and on `threads` alone, so that the bits do not vary; each has at least `large`
+    multiplications. Two threads must not call it at once. None: the library cannot compute it.
     """
-    count = min(threads, product.multiplications // _LARGE)
+    count = min(threads, product.multiplications // large)
     if count < 2:
         return library.call(product)
     parts = []

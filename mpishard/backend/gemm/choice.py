@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from mpishard.backend.gemm.libraries import KINDS, MKL, NUMPY, ONEDNN, TAKES
+from mpishard.backend.gemm.libraries import KINDS, MKL, NUMPY, ONEDNN, TAKES, Offer
 
 VARIABLE = "MPISHARD_PRODUCTS"
 # By dtype the names of what libraries are chosen for.
@@ -73,16 +73,16 @@ class Choice:
         )
 
 
-def faster_here(libraries: Collection[str], *, intel: bool, bfloat16: bool) -> Choice:
-    """Those of `libraries` that are known to be faster than NumPy's on processors of Intel or of others.
+def fastest_of(offer: Offer) -> Choice:
+    """The libraries on offer that are known to be faster than NumPy's on such a processor.
 
     On a Xeon a step of a GPT was 1.12 times as fast by MKL; on an EPYC MKL multiplies half as fast as OpenBLAS.
-    `bfloat16`: the processors multiply it, which oneDNN does fastest on both.
+    Products of bfloat16 are fastest by oneDNN on both.
     """
-    found = dict.fromkeys((name for dtype in TAKES[MKL] for name in _NAMES[dtype]), MKL if intel else NUMPY)
-    if ONEDNN in libraries:
+    found = dict.fromkeys((name for dtype in TAKES[MKL] for name in _NAMES[dtype]), MKL if offer.intel else NUMPY)
+    if ONEDNN in offer.versions:
         found |= dict.fromkeys(_NAMES["bfloat16"], ONEDNN)
-    return Choice(found).limited_to(libraries, bfloat16=bfloat16)
+    return Choice(found).limited_to(offer.versions, bfloat16=offer.bfloat16)
 
 
 _active = Choice()

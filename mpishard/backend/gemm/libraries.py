@@ -13,11 +13,11 @@ import site
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import byref, c_double, c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from threadpoolctl import threadpool_info
@@ -202,6 +202,19 @@ def multiplies_bfloat16() -> bool:
 def is_intel() -> bool:
     """Return True for a processor of Intel."""
     return _described("vendor_id") == "GenuineIntel"
+
+
+class Offer(NamedTuple):
+    """What a process could multiply by: libraries that can be loaded, on its processor."""
+
+    versions: Mapping[str, str]  # of the libraries, by name
+    intel: bool  # the processor is one of Intel
+    bfloat16: bool  # the processor has instructions for products of bfloat16
+
+    @classmethod
+    def here(cls) -> Offer:
+        """That of this process."""
+        return cls(loadable(), is_intel(), multiplies_bfloat16())
 
 
 @functools.cache
