@@ -24,7 +24,8 @@ FLOORS = [
     {"arguments", "lazy", "version"},
     {"io"},
     {"adapters", "backend", "layout", "pipeline.schedule"},
-    {"launch", "optim", "minimizers", "compression"},  # these and what is below can be imported without an MPI library
+    {"launch", "optim", "minimizers", "compression"},
+    {"watch"},  # this and what is below can be imported without an MPI library
     {"comm"},
     {"parameters"},
     {"pipeline", "reduction"},
