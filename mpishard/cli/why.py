@@ -80,6 +80,8 @@ def _of_program(asked: Asked, as_json: bool) -> None:
         shown = {"findings": list(map(asdict, causes)), "answers": asked.answers, "absent": asked.absent}
         typer.echo(json.dumps(shown))
         return
+    if asked.is_over:
+        typer.echo("the job has ended; what its ranks said last:")
     for line in report(asked.answers, asked.absent, asked.ranks):
         typer.echo(printable(line))
 

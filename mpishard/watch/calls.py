@@ -30,13 +30,11 @@ RECEIVES = frozenset("recv probe mprobe".split())
 PAIRS = frozenset("sendrecv sendrecv_replace".split())
 _WAITS = frozenset("wait waitall waitany waitsome".split())
 _OF_COMM = COLLECTIVES | SENDS | RECEIVES | PAIRS
-_OF_WIN = frozenset(
-    "fence free create allocate allocate_shared create_dynamic lock lock_all start complete wait".split()
-)
+COLLECTIVE_ON_WIN = frozenset("fence free create allocate allocate_shared create_dynamic".split())
+_OF_WIN = COLLECTIVE_ON_WIN | frozenset("lock lock_all start complete wait".split())
 _OF_FILE = frozenset("open close set_size set_view preallocate sync".split())
 # Classes of mpi4py, and which of their methods wait for other ranks; File has also those that end in _all and the like.
 _WAITING = {"Comm": _OF_COMM, "Win": _OF_WIN, "File": _OF_FILE, "Request": _WAITS, "Message": frozenset({"recv"})}
-COLLECTIVE_ON_WIN = frozenset("fence free create allocate allocate_shared create_dynamic".split())
 # Names that other classes have, too: they count only where the receiver is known.
 _COMMON = frozenset(
     "barrier send recv wait free split create dup sub merge connect accept open close sync start complete lock probe "
@@ -66,6 +64,14 @@ _OPERATORS: dict[type[ast.AST], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
     ast.BitXor: operator.xor,
+}
+_COMPARISONS: dict[type[ast.AST], Callable[[int, int], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.Gt: operator.gt,
+    ast.LtE: operator.le,
+    ast.GtE: operator.ge,
 }
 
 
@@ -271,6 +277,13 @@ def _evaluated(node: ast.AST, names: Mapping[str, Any]) -> Any:
             value = _evaluated(operand, names)
             if type(value) is int:
                 return -value
+        case ast.Compare(first, [operation], [second]) if type(operation) in _COMPARISONS:
+            left, right = _evaluated(first, names), _evaluated(second, names)
+            if type(left) is type(right) is int:
+                return _COMPARISONS[type(operation)](left, right)
+        case ast.IfExp(condition, first, second):
+            if type(chosen := _evaluated(condition, names)) in (bool, int):
+                return _evaluated(first if chosen else second, names)
     raise _Unknown
 
 

@@ -340,7 +340,7 @@ def _head(answer: Mapping[str, Any]) -> str:
         return f"failed: {answer.get('error', '')}"
     if answer["state"] == ENDED:
         code = f" with code {answer.get('code')}" if answer.get("code") else ""
-        return f"ended the program{code}"
+        return f"ended{code}"
     call = answer["call"]
     if answer["state"] != WAITS or call is None:
         return f"in {answer['file']}" if answer["file"] else "running"
@@ -356,7 +356,7 @@ def _group(members: Sequence[Mapping[str, Any]]) -> list[str]:
     since = f" for {longest:.0f} s" if longest >= _LEAST_S else ""
     peers = [_peers(answer["call"]) for answer in members if answer["call"]]
     several = len(set(peers)) > 1
-    line = f"{_ranks(a['rank'] for a in members)} {_head(first)}{since}{'' if several or not peers else peers[0]}"
+    line = f"{_ranks(a['rank'] for a in members)}: {_head(first)}{since}{'' if several or not peers else peers[0]}"
     if several:
         line += "".join(f"; rank {a['rank']}{peer}" for a, peer in list(zip(members, peers, strict=False))[:_MOST])
     stack = _users(first["stack"])

@@ -9,19 +9,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import linecache
-import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mpishard.io.files import read, read_note, write_note
+from mpishard.io.files import read, read_note, time_of, write_note
 from mpishard.launch.processes import state_here
 from mpishard.launch.script import NOT_USERS
 from mpishard.watch.calls import call_on_line
 from mpishard.watch.sampler import (
+    END,
     ENDED,
     FAILED,
     FROZEN_S,
@@ -35,7 +35,7 @@ from mpishard.watch.sampler import (
 )
 
 FOLDER = Path("mpishard-watch")
-START, REPORT = "watch.json", "report.txt"
+START = "watch.json"
 _POLL_S = 0.1
 # Ranks of one job start within so many seconds; older files are of another job.
 _SKEW_S = 30.0
@@ -55,11 +55,17 @@ class Asked:
     answers: list[dict[str, Any]]
     absent: dict[int, str]
     ranks: int  # of the job
+    since: float = 0.0  # when they were asked
+    is_over: bool = False  # no rank answers now, and these are older answers
 
 
 def read_folder(folder: Path) -> Asked:
-    """The last answers of the ranks of the last job in this folder."""
-    return _collect(folder, since=0.0)
+    """The last answers of the ranks of the last job in this folder.
+
+    Ranks of a job that has ended count as absent if they had not answered when all were asked for the last time.
+    """
+    asked = _collect(folder, _last_request(folder))
+    return asked if any(answer["state"] in (RUNS, WAITS) for answer in asked.answers) else _collect(folder, 0.0)
 
 
 def ask(folder: Path, limit: float) -> Asked:
@@ -68,17 +74,27 @@ def ask(folder: Path, limit: float) -> Asked:
     Raises OSError if the folder cannot be written.
     """
     asked = read_folder(folder)
-    if limit == 0 or not any(answer["state"] in (RUNS, WAITS) and not _gone(answer) for answer in asked.answers):
+    if limit == 0 or asked.is_over:
         return asked
     write_note(folder / REQUEST, None)
-    since = (folder / REQUEST).stat().st_mtime
-    deadline = time.monotonic() + limit
+    since, deadline = time_of(folder / REQUEST), time.monotonic() + limit
     while time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        asked = _collect(folder, since)
-        if len(asked.answers) == asked.ranks:
+        now = _collect(folder, since)
+        if len(now.answers) == now.ranks:
             break
-    return asked
+    return now if now.answers else replace(asked, is_over=True)
+
+
+def end_job(folder: Path, asked: Asked) -> None:
+    """Ask all ranks to end the job, after these answers."""
+    write_note(folder / REQUEST, {END: True, "asked": asked.since})
+
+
+def _last_request(folder: Path) -> float:
+    """When all were asked where they are for the last time; 0 if they never were."""
+    note = read_note(folder / REQUEST)
+    return note["asked"] if _has(note, {"asked": int | float}) else time_of(folder / REQUEST)
 
 
 def _collect(folder: Path, since: float) -> Asked:
@@ -86,30 +102,33 @@ def _collect(folder: Path, since: float) -> Asked:
     start = read_note(folder / START)
     if not _has(start, {"time": int | float, "ranks": int}):
         raise ValueError(f"{folder / START} is missing or damaged: python -m mpishard.watch writes it")
-    latest: dict[int, tuple[dict[str, Any], bool]] = {}
+    latest: dict[int, tuple[dict[str, Any], float]] = {}
     for path in sorted((folder / PROCESSES).glob(f"*{WHERE}")):
         with contextlib.suppress(OSError, ValueError):  # a damaged answer is none
-            answer, written = read_note(path), path.stat().st_mtime
+            answer, written = read_note(path), time_of(path)
             if not _is_answer(answer) or answer["began"] < start["time"] - _SKEW_S:
                 continue
             stack = path.with_name(path.name.removesuffix(WHERE) + STACK)
-            frozen = _frozen(answer, stack) if answer["state"] in (RUNS, WAITS) else None
-            answer, is_new = (answer, written >= since) if frozen is None else (frozen, True)
+            if answer["state"] in (RUNS, WAITS) and (frozen := _frozen(answer, stack)) is not None:
+                answer, written = frozen, max(written, since)
             known = latest.get(answer["rank"])
             if known is None or known[0]["began"] < answer["began"]:
-                latest[answer["rank"]] = answer, is_new or answer["state"] in (ENDED, FAILED)
+                latest[answer["rank"]] = answer, written
     ranks = max([start["ranks"], *(answer["ranks"] for answer, _ in latest.values())])
+    gone = {rank: _gone(answer) for rank, (answer, _) in latest.items()}
+    is_over = bool(gone) and all(gone.values())
     answers, absent = [], {}
     for rank in range(ranks):
-        answer, is_new = latest.get(rank, ({}, False))
-        state = _gone(answer) if answer else "has no file here: it has not come to the start of the program"
-        if answer and answer["state"] == ENDED:
-            answers.append(answer | {"gone": bool(state)})
-        elif answer and answer["state"] == FAILED or (is_new and (not state or since == 0)):
+        if rank not in latest:
+            absent[rank] = "has no file here: it has not come to the start of the program"
+            continue
+        answer, written = latest[rank]
+        if answer["state"] in (ENDED, FAILED) or (written >= since and (is_over or not gone[rank])):
             answers.append(answer)
         else:
-            absent[rank] = state or f"process {answer['process']} on {answer['host']} does not answer: it is blocked"
-    return Asked(answers, absent, ranks)
+            blocked = f"process {answer['process']} on {answer['host']} did not answer: it is stopped, blocked or lost"
+            absent[rank] = blocked if is_over or not gone[rank] else gone[rank]
+    return Asked(answers, absent, ranks, since, is_over)
 
 
 def _gone(answer: Mapping[str, Any]) -> str:

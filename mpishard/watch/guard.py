@@ -13,13 +13,13 @@ import sys
 import time
 from pathlib import Path
 
-from mpishard.io.files import create, write_note
 from mpishard.watch.diagnosis import report
-from mpishard.watch.folder import REPORT, ask, read_folder
-from mpishard.watch.sampler import END, REQUEST, WAITS
+from mpishard.watch.folder import ask, end_job, read_folder
+from mpishard.watch.sampler import WAITS
 
 GUARD = "--guard"
-_LOOK_S = 1.0
+# It reads the files of all ranks every twentieth of the time limit, and at most so often.
+_SHARE, _LOOK_S = 1 / 20, 0.5
 _ANSWER_S = 4.0
 # From the request to end the job until the guard kills rank 0, which ends it too.
 _ABORT_S = 4.0
@@ -36,8 +36,8 @@ def start_guard(folder: Path, limit: float) -> None:
 
 def guard(folder: Path, limit: float) -> int:
     """Watch the waits of all ranks until rank 0 ends, or end the job; returns an exit code."""
-    parent = os.getppid()
-    while not select.select([sys.stdin], [], [], min(_LOOK_S, limit / 4))[0] and os.getppid() == parent:
+    parent, every = os.getppid(), max(_LOOK_S, _SHARE * limit)
+    while not select.select([sys.stdin], [], [], every)[0] and os.getppid() == parent:
         if _longest_wait(folder) <= limit:
             continue
         asked = ask(folder, _ANSWER_S)
@@ -47,12 +47,8 @@ def guard(folder: Path, limit: float) -> int:
         text = "\n".join(report(asked.answers, asked.absent, asked.ranks))
         print(f"mpishard: a rank has waited longer than {limit:g} s (--timeout); the job ends\n{text}", file=sys.stderr)
         sys.stderr.flush()
-        path = folder / REPORT
-        path.unlink(missing_ok=True)
-        with os.fdopen(create(path), "w") as file:
-            file.write(f"{text}\n")
         time.sleep(0.2)  # launchers drop output that is still in the pipe when the job is aborted
-        write_note(folder / REQUEST, END)
+        end_job(folder, asked)
         if not select.select([sys.stdin], [], [], _ABORT_S)[0] and os.getppid() == parent:
             os.kill(parent, signal.SIGKILL)
         return 1
@@ -60,8 +56,6 @@ def guard(folder: Path, limit: float) -> int:
 
 
 def _longest_wait(folder: Path) -> float:
-    """The longest wait now of a rank that has gone on since its last answer as it then was."""
-    now = time.time()
-    return max(
-        (now - a["time"] + a["seconds"] for a in read_folder(folder).answers if a["state"] == WAITS), default=0.0
-    )
+    """The longest wait now of a rank, if all have stayed where they were at their last answers."""
+    now, answers = time.time(), read_folder(folder).answers
+    return max((now - each["time"] + each["seconds"] for each in answers if each["state"] == WAITS), default=0.0)

@@ -22,7 +22,7 @@ from mpishard.watch.calls import call_in
 
 REQUEST, PROCESSES, WHERE, STACK = "why", "processes", ".where.json", ".stack"
 RUNS, WAITS, ENDED, FAILED = "runs", "waits", "ended", "failed"
-# A request with this content ends the job.
+# A request with this field ends the job.
 END = "end"
 # How often the thread looks; it is also how precisely it knows how long the main thread has been in a call.
 _LOOK_S = 1.0
@@ -115,7 +115,8 @@ class Sampler(threading.Thread):
         if asked <= self._asked:
             return
         self._asked = asked
-        if read_note(self._request) == END:
+        note = read_note(self._request)
+        if isinstance(note, dict) and END in note:
             self._end_job()
         self._write(self._answer())
 

@@ -1,7 +1,7 @@
 """How often `mpishard why` is right: ``python tests/helpers/why_score.py [NAME...]`` runs the programs of `hanging`.
 
-Each runs on four ranks of this Python's MPI under ``python -m mpishard.watch --timeout 2``.  Right: the first cause that
-is named is of the expected kind, with the ranks to blame.  Half: its kind or its ranks, or a later cause.
+Each runs on four ranks of this Python's MPI under ``python -m mpishard.watch --timeout 4``.  Right: the first cause
+that is named is of the expected kind, with the ranks to blame.  Half: its kind or its ranks, or a later cause.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpishard.watch.folder import read_folder
 RANKS, LIMIT_S = 4, 90
 
 
-def watched(name: str, folder: str | Path, timeout: float = 2.0) -> tuple[list[Finding], str, int]:
+def watched(name: str, folder: str | Path, timeout: float = 4.0) -> tuple[list[Finding], str, int]:
     """What is found, what was printed, and the exit code; -1 if the job did not end by itself."""
     program = Path(__file__).with_name("hanging.py")
     options = ["--folder", str(folder), "--timeout", str(timeout)]
