@@ -10,15 +10,13 @@ import atexit
 import contextlib
 import os
 import sys
-import time
 from pathlib import Path
 from types import TracebackType
 
-from mpishard.io.files import write_note
 from mpishard.launch.detection import Launch, launches
 from mpishard.launch.job_notes import Ended, JobNotes
 from mpishard.launch.worker import Script
-from mpishard.watch.folder import FOLDER, START
+from mpishard.watch.folder import FOLDER, begin
 from mpishard.watch.guard import GUARD, guard, start_guard
 from mpishard.watch.sampler import PROCESSES, Sampler
 
@@ -43,8 +41,7 @@ def main() -> None:
     (folder / PROCESSES).mkdir(parents=True, exist_ok=True)
     notes = JobNotes.from_environment()
     if launch.rank == 0:
-        command = [sys.executable, *given.program]
-        write_note(folder / START, {"time": round(time.time(), 3), "ranks": launch.ranks, "command": command})
+        begin(folder, launch.ranks, [sys.executable, *given.program])
         if given.timeout is not None:
             start_guard(folder, given.timeout)
         print(f"mpishard: if the job hangs: mpishard why {folder}", file=sys.stderr, flush=True)

@@ -35,7 +35,7 @@ _OF_WIN = COLLECTIVE_ON_WIN | frozenset("lock lock_all start complete wait".spli
 _OF_FILE = frozenset("open close set_size set_view preallocate sync".split())
 # Classes of mpi4py, and which of their methods wait for other ranks; File has also those that end in _all and the like.
 _WAITING = {"Comm": _OF_COMM, "Win": _OF_WIN, "File": _OF_FILE, "Request": _WAITS, "Message": frozenset({"recv"})}
-# Names that other classes have, too: they count only where the receiver is known.
+# Names that other classes have, too: they count only where the receiver is known, or called a communicator.
 _COMMON = frozenset(
     "barrier send recv wait free split create dup sub merge connect accept open close sync start complete lock probe "
     "gather scan reduce spawn".split()
@@ -145,6 +145,8 @@ def _waits(name: str, method: str, on: str, kind: str) -> bool:
     kind = kind or (on.rpartition(".")[2] if on.startswith("MPI.") else "")
     if kind in _WAITING:
         return name in _WAITING[kind] or (kind == "File" and name.endswith(("_all", "_ordered", "_end")))
+    if "comm" in on.lower():
+        return name in _OF_COMM
     # Methods of buffers begin with a capital letter, as few of other classes do.
     return name in (_OF_COMM | _WAITS if method != name else _OF_COMM - _COMMON)
 

@@ -11,7 +11,7 @@ import itertools
 import linecache
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,13 @@ class Asked:
     is_over: bool = False  # no rank answers now, and these are older answers
 
 
+def begin(folder: Path, ranks: int, command: Sequence[str]) -> None:
+    """Note the start of a job, in rank 0."""
+    for left in (REQUEST, END):
+        (folder / left).unlink(missing_ok=True)
+    write_note(folder / START, {"time": round(time.time(), 3), "ranks": ranks, "command": list(command)})
+
+
 def read_folder(folder: Path) -> Asked:
     """The last answers of the ranks of the last job in this folder.
 
@@ -88,13 +95,13 @@ def ask(folder: Path, limit: float) -> Asked:
 
 def end_job(folder: Path, asked: Asked) -> None:
     """Ask all ranks to end the job, after these answers."""
-    write_note(folder / REQUEST, {END: True, "asked": asked.since})
+    write_note(folder / END, {"asked": asked.since})
 
 
 def _last_request(folder: Path) -> float:
-    """When all were asked where they are for the last time; 0 if they never were."""
-    note = read_note(folder / REQUEST)
-    return note["asked"] if _has(note, {"asked": int | float}) else time_of(folder / REQUEST)
+    """When all were asked for the last time, or for the report that ended the job; 0 if they never were."""
+    note = read_note(folder / END)
+    return float(note["asked"]) if _has(note, {"asked": int | float}) else time_of(folder / REQUEST)
 
 
 def _collect(folder: Path, since: float) -> Asked:
@@ -138,18 +145,15 @@ def _gone(answer: Mapping[str, Any]) -> str:
 
 
 def _frozen(answer: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
-    """The answer of a rank that has only written its stack; None if that is empty."""
-    text = read(path).decode(errors="replace")
+    """The answer of a rank that has only written its stack; None if it has not."""
+    try:
+        text, written = read(path).decode(errors="replace"), path.stat().st_mtime
+    except FileNotFoundError:
+        return None
     if not text:
         return None
-    written = path.stat().st_mtime
-    seconds = time.time() - written + FROZEN_S
-    return {
-        **answer,
-        **stands(frames_of(text, answer.get("thread"))),
-        "time": time.time(),
-        "seconds": round(seconds, 1),
-    }
+    now, stack = time.time(), frames_of(text, answer.get("thread"))
+    return {**answer, **stands(stack), "time": now, "seconds": round(now - written + FROZEN_S, 1)}
 
 
 def frames_of(text: str, thread: int | None) -> list[dict[str, Any]]:

@@ -14,21 +14,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mpishard.io.files import open_to_append, read_note, time_of, write_note
+from mpishard.io.files import open_to_append, time_of, write_note
 from mpishard.launch.detection import Launch
 from mpishard.launch.job_notes import JobNotes
 from mpishard.launch.script import NOT_USERS, main_frame
 from mpishard.watch.calls import call_in
 
-REQUEST, PROCESSES, WHERE, STACK = "why", "processes", ".where.json", ".stack"
+REQUEST, END, PROCESSES, WHERE, STACK = "why", "end.json", "processes", ".where.json", ".stack"
 RUNS, WAITS, ENDED, FAILED = "runs", "waits", "ended", "failed"
-# A request with this field ends the job.
-END = "end"
 # How often the thread looks; it is also how precisely it knows how long the main thread has been in a call.
 _LOOK_S = 1.0
 _LONG_S = 15.0
 # If the thread cannot look for this many seconds, the stack is written without it.
 FROZEN_S = 5.0
+# Between the ranks, of which the first that can ends the job: Open MPI's launcher may not end after several aborts.
+_TURN_S, _TURNS = 0.5, 5
 _DEEP = 20
 _FOLDER = str(Path(__file__).parent) + os.sep
 _RUNNERS = (_FOLDER, str(Path(__file__).parents[1] / "launch" / "worker.py"), "<frozen runpy>")
@@ -61,6 +61,7 @@ class Sampler(threading.Thread):
         # After a wait of this many seconds, and after each further one, this rank asks all where they are.
         self._patience = _LONG_S if limit is None else min(_LONG_S, limit / 2)
         self._request = folder / REQUEST
+        self._end = None if limit is None else folder / END
         self._path = folder / PROCESSES / f"{name}{WHERE}"
         self._stack_path = self._path.with_name(f"{name}{STACK}")
         self._stack = -1
@@ -108,6 +109,8 @@ class Sampler(threading.Thread):
         if self._notes is not None and _has_mpi():
             self._notes.note_started()
             self._notes = None
+        if self._end is not None and self._end.exists():
+            self._end_job()
         asked = time_of(self._request)
         if self._seconds() > self._patience < time.time() - asked and self._call() is not None:
             write_note(self._request, None)
@@ -115,9 +118,6 @@ class Sampler(threading.Thread):
         if asked <= self._asked:
             return
         self._asked = asked
-        note = read_note(self._request)
-        if isinstance(note, dict) and END in note:
-            self._end_job()
         self._write(self._answer())
 
     def _end_job(self) -> None:
@@ -126,6 +126,7 @@ class Sampler(threading.Thread):
             self._job.note_aborted()
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is not None and _has_mpi() and mpi.Query_thread() == mpi.THREAD_MULTIPLE:
+            time.sleep(_TURN_S * min(self.launch.rank, _TURNS))
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPICH prints from this process that MPI_Abort was called
             mpi.COMM_WORLD.Abort(1)
 

@@ -69,9 +69,9 @@ def other_order(comm, rank):
 @wrong("other collective", "mismatch", ranks=(3,))
 def object_for_buffer(comm, rank):
     if rank == 3:
-        comm.allgather(rank)
+        comm.allreduce(rank)
     else:
-        comm.Allgather(array(), array(16))
+        comm.Barrier()
 
 
 @wrong("other collective", "mismatch", ranks=(0,))
@@ -115,7 +115,7 @@ def one_step_more(comm, rank):
 def no_object(comm, rank):
     """The first collective of objects duplicates the communicator, and keeps Python's lock meanwhile."""
     if rank != 2:
-        comm.bcast(rank, root=0)
+        comm.allreduce(rank)
 
 
 @wrong("missing call", "ended", ranks=(0,))
