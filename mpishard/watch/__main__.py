@@ -18,7 +18,7 @@ from mpishard.launch.job_notes import Ended, JobNotes
 from mpishard.launch.worker import Script
 from mpishard.watch.folder import FOLDER, begin
 from mpishard.watch.guard import GUARD, guard, start_guard
-from mpishard.watch.sampler import PROCESSES, Sampler
+from mpishard.watch.sampler import PROCESSES, Sampler, running_mpi
 
 _ALONE = Launch("no launcher", "", 0, 1)
 
@@ -66,8 +66,7 @@ class _Failure:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.excepthook = sys.__excepthook__
         self._sampler.end(1, f"{kind.__name__}: {error}"[:500])
-        mpi = sys.modules.get("mpi4py.MPI")
-        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        if running_mpi() is not None:
             import mpishard  # noqa: F401  # it makes an uncaught exception end the job
 
         sys.excepthook(kind, error, trace)

@@ -79,6 +79,12 @@ class _Unknown(Exception):
     """A part of a call that cannot be evaluated without running code of the program."""
 
 
+def loaded_mpi() -> Any:
+    """The module mpi4py.MPI if this process has imported it; None before, and while it is being imported."""
+    module = sys.modules.get("mpi4py.MPI")
+    return None if module is None or getattr(module.__spec__, "_initializing", False) else module
+
+
 def call_in(frame: types.FrameType) -> dict[str, Any] | None:
     """The call of mpi4py that a frame waits in, as plain values; None if it is in none.
 
@@ -86,7 +92,7 @@ def call_in(frame: types.FrameType) -> dict[str, Any] | None:
     ranks of MPI_COMM_WORLD (None: all of these), `size`, and `identity`, a text that mostly differs between
     communicators of the same ranks and is the same on all ranks of one.
     """
-    node, mpi = _node_at(frame), sys.modules.get("mpi4py.MPI")
+    node, mpi = _node_at(frame), loaded_mpi()
     if node is None or mpi is None:
         return None
     names = {**frame.f_globals, **frame.f_locals}
@@ -236,7 +242,7 @@ def _bound(node: ast.Call, names: Mapping[str, Any]) -> Any:
 
 def _number(node: ast.AST, names: Mapping[str, Any], field: str) -> int | str | None:
     """The value of a peer, root or tag; None if it is not known."""
-    value, mpi = _value(node, names), sys.modules.get("mpi4py.MPI")
+    value, mpi = _value(node, names), loaded_mpi()
     try:
         number = operator.index(value)
     except TypeError:
@@ -290,7 +296,7 @@ def _evaluated(node: ast.AST, names: Mapping[str, Any]) -> Any:
 
 
 def _attribute(of: Any, name: str) -> Any:
-    mpi = sys.modules.get("mpi4py.MPI")
+    mpi = loaded_mpi()
     if mpi is not None and isinstance(of, mpi.Comm) and of != mpi.COMM_NULL and name in ("rank", "size"):
         return getattr(of, name)
     try:

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from mpishard.launch.job_notes import Failure, JobNotes
 from mpishard.watch.diagnosis import report
 from mpishard.watch.folder import ask, end_job, read_folder
 from mpishard.watch.sampler import WAITS
@@ -48,7 +49,10 @@ def guard(folder: Path, limit: float) -> int:
         print(f"mpishard: a rank has waited longer than {limit:g} s (--timeout); the job ends\n{text}", file=sys.stderr)
         sys.stderr.flush()
         time.sleep(0.2)  # launchers drop output that is still in the pipe when the job is aborted
+        if (notes := JobNotes.from_environment()) is not None:
+            notes.note_failure(Failure("TimeoutError", text.splitlines()[-1], "a call of MPI", 0))
         end_job(folder, asked)
+        # The ranks abort the job, unless all are in calls that keep Python's lock.
         if not select.select([sys.stdin], [], [], _ABORT_S)[0] and os.getppid() == parent:
             os.kill(parent, signal.SIGKILL)
         return 1

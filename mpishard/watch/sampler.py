@@ -7,7 +7,6 @@ import ctypes
 import faulthandler
 import linecache
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from mpishard.io.files import open_to_append, time_of, write_note
 from mpishard.launch.detection import Launch
 from mpishard.launch.job_notes import JobNotes
 from mpishard.launch.script import NOT_USERS, main_frame
-from mpishard.watch.calls import call_in
+from mpishard.watch.calls import call_in, loaded_mpi
 
 REQUEST, END, PROCESSES, WHERE, STACK = "why", "end.json", "processes", ".where.json", ".stack"
 RUNS, WAITS, ENDED, FAILED = "runs", "waits", "ended", "failed"
@@ -99,14 +98,15 @@ class Sampler(threading.Thread):
             if not self._is_pending:
                 self._is_pending = True
                 ctypes.pythonapi.Py_AddPendingCall(self._note_move, None)
-            with contextlib.suppress(OSError):  # a shared disk may fail for a while
+            # A shared disk may fail for a while, and a program may have what nobody has thought of.
+            with contextlib.suppress(Exception):
                 self._look()
             self._over.wait(_LOOK_S)
 
     def _look(self) -> None:
         if os.fstat(self._stack).st_size:  # it was written while the main thread kept the lock
             os.ftruncate(self._stack, 0)
-        if self._notes is not None and _has_mpi():
+        if self._notes is not None and running_mpi() is not None:
             self._notes.note_started()
             self._notes = None
         if self._end is not None and self._end.exists():
@@ -124,8 +124,8 @@ class Sampler(threading.Thread):
         """Abort the job, as its guard asks after its time limit; where only the main thread may, the guard kills."""
         if self._job is not None:
             self._job.note_aborted()
-        mpi = sys.modules.get("mpi4py.MPI")
-        if mpi is not None and _has_mpi() and mpi.Query_thread() == mpi.THREAD_MULTIPLE:
+        mpi = running_mpi()
+        if mpi is not None and mpi.Query_thread() == mpi.THREAD_MULTIPLE:
             time.sleep(_TURN_S * min(self.launch.rank, _TURNS))
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPICH prints from this process that MPI_Abort was called
             mpi.COMM_WORLD.Abort(1)
@@ -146,9 +146,9 @@ class Sampler(threading.Thread):
     def _answer(self, state: str = "") -> dict[str, Any]:
         seconds = self._seconds()
         rank, ranks = self.launch.rank, self.launch.ranks
-        if not state and _has_mpi():  # a launcher of another MPI has made worlds of one rank
-            world = sys.modules["mpi4py.MPI"].COMM_WORLD
-            rank, ranks = world.rank, world.size
+        mpi = None if state else running_mpi()
+        if mpi is not None:  # a launcher of another MPI has made worlds of one rank
+            rank, ranks = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
         call, stack = None, []
         with main_frame() as frame:
             if frame is not None and state in ("", RUNS):
@@ -185,9 +185,10 @@ class Sampler(threading.Thread):
         faulthandler.dump_traceback_later = dump
 
 
-def _has_mpi() -> bool:
-    mpi = sys.modules.get("mpi4py.MPI")
-    return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+def running_mpi() -> Any:
+    """The module mpi4py.MPI between MPI_Init and MPI_Finalize; else None."""
+    mpi = loaded_mpi()
+    return mpi if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
 
 
 def is_runner(file: str) -> bool:

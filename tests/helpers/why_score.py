@@ -30,9 +30,11 @@ def watched(name: str, folder: str | Path, timeout: float = 4.0) -> tuple[list[F
     program = Path(__file__).with_name("hanging.py")
     options = ["--folder", str(folder), "--timeout", str(timeout)]
     command = [mpirun()[0], "-n", str(RANKS), sys.executable, "-m", "mpishard.watch", *options, str(program), name]
+    given = environment()
+    del given["PRTE_MCA_state_base_recoverable"]  # with it a job goes on after the death of a rank
     with tempfile.TemporaryFile("w+") as log:
         job = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment(), start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=given, start_new_session=True
         )
         try:
             code = job.wait(LIMIT_S)

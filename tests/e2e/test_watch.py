@@ -1,0 +1,50 @@
+"""Programs of mpi4py that hang and know nothing of mpishard: ``mpishard.watch`` names the cause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hanging import PROGRAMS
+from why_score import grade, watched
+
+from mpishard.cli import main
+
+QUICK = {"no_object"}
+# All ranks are in MPI_Finalize, or in another call that keeps Python's lock: none can call MPI_Abort.
+LOCKED = {"no_object"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.quick if name in QUICK else pytest.mark.full) for name in PROGRAMS]
+)
+def test_the_cause_of_a_hang_is_named(name: str, tmp_path: Path) -> None:
+    found, text, code = watched(name, tmp_path)
+    assert code in (1, *([9, 137] if name in LOCKED else [])), text
+    assert grade(PROGRAMS[name], found) == "right", text
+
+
+SUPERVISED = """
+import sys
+from mpi4py import MPI
+
+if "raises" in sys.argv and MPI.COMM_WORLD.rank == 1:
+    raise ValueError("a bad packing")
+print("sum", MPI.COMM_WORLD.allreduce(1), "mpishard" in sys.modules)
+"""
+
+
+@pytest.mark.quick
+def test_a_supervised_program(alone, tmp_path: Path, capfd) -> None:
+    """``mpishard run --watch``: of a program that ends, and of one that raises on one rank."""
+    script, folder = tmp_path / "program.py", tmp_path / "watch"
+    script.write_text(SUPERVISED)
+    command = ["-m", "mpishard", "run", "--watch", "--watch-folder", folder, "-n", 2, "--", "python", script]
+    ended = alone(*command)
+    assert ended.code == 0, ended.all
+    assert ended.output.splitlines() == 2 * ["sum 2 False"]
+    failed = alone(*command, "raises")
+    assert failed.code == 1, failed.all
+    assert "ValueError: a bad packing" in failed.errors and "failed by ValueError" in failed.errors
+    assert main(["why", str(folder)]) == 0
+    assert "rank 1 failed: ValueError: a bad packing" in capfd.readouterr().out
