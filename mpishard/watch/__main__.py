@@ -10,15 +10,17 @@ import atexit
 import contextlib
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 
 from mpishard.launch.detection import Launch, launches
 from mpishard.launch.job_notes import Ended, JobNotes
 from mpishard.launch.worker import Script
+from mpishard.watch.calls import loaded_mpi
 from mpishard.watch.folder import FOLDER, begin
 from mpishard.watch.guard import GUARD, guard, start_guard
-from mpishard.watch.sampler import PROCESSES, Sampler, running_mpi
+from mpishard.watch.sampler import PROCESSES, Sampler
 
 _ALONE = Launch("no launcher", "", 0, 1)
 
@@ -38,17 +40,21 @@ def main() -> None:
         parser.error(f"timeout {given.timeout:g} must be more than 0 seconds")
     folder = given.folder.absolute()
     launch = next(iter(launches(os.environ)), _ALONE)
-    (folder / PROCESSES).mkdir(parents=True, exist_ok=True)
     notes = JobNotes.from_environment()
+    sampler = Sampler(folder, launch, notes, given.timeout)
+    try:
+        (folder / PROCESSES).mkdir(parents=True, exist_ok=True)
+        if launch.rank == 0:
+            begin(folder, launch.ranks, [sys.executable, *given.program])
+        sampler.watch()
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}; give --folder a place that all ranks can write to")
     if launch.rank == 0:
-        begin(folder, launch.ranks, [sys.executable, *given.program])
         if given.timeout is not None:
             start_guard(folder, given.timeout)
         print(f"mpishard: if the job hangs: mpishard why {folder}", file=sys.stderr, flush=True)
-    sampler = Sampler(folder, launch, notes, given.timeout)
-    sampler.watch()
     script = Script.this = Script()
-    atexit.register(_end, sampler, notes, script, os.getpid())
+    atexit.register(_end, sampler, notes, script)
     sys.excepthook = _Failure(sampler)
     # The program's own import of mpishard shall do in it what it does in all ranks: start MPI, and set hooks.
     for name in [name for name in sys.modules if name.partition(".")[0] == "mpishard"]:
@@ -65,16 +71,23 @@ class _Failure:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.excepthook = sys.__excepthook__
+        if self._sampler.process != os.getpid():  # a fork
+            sys.excepthook(kind, error, trace)
+            return
         self._sampler.end(1, f"{kind.__name__}: {error}"[:500])
-        if running_mpi() is not None:
-            import mpishard  # noqa: F401  # it makes an uncaught exception end the job
-
+        mpi, is_rank = loaded_mpi(), self._sampler.launch.ranks > 1
+        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+            import_module("mpishard")  # in a rank this makes an uncaught exception end the job
         sys.excepthook(kind, error, trace)
+        if is_rank and not (mpi is not None and mpi.Is_initialized()):
+            # MPICH's launcher does not end a job for a rank that ends before MPI_Init, in which the others wait.
+            sys.stderr.flush()
+            import_module("mpishard.comm.abort").abort("")
 
 
-def _end(sampler: Sampler, notes: JobNotes | None, script: Script, process: int) -> None:
+def _end(sampler: Sampler, notes: JobNotes | None, script: Script) -> None:
     """Note how the program has ended; the supervisor learns it from mpishard if the program has imported that."""
-    if os.getpid() != process or not sampler.is_alive():  # a fork, or a failure that is noted
+    if sampler.process != os.getpid() or not sampler.is_alive():  # a fork, or a failure that is noted
         return
     sampler.end(script.code)
     if notes is None or "mpishard.comm.supervisor_reports" in sys.modules or script.code is None:

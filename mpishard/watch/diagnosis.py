@@ -343,7 +343,7 @@ def _head(answer: Mapping[str, Any]) -> str:
         return f"ended{code}"
     call = answer["call"]
     if answer["state"] != WAITS or call is None:
-        return f"in {answer['file']}" if answer["file"] else "running"
+        return f"in {answer['file']}" if answer["file"] else "running" if answer["stack"] else "started"
     size = f" ({call['size']} ranks)" if "size" in call else ""
     on = f" of {call['on']}{size}" if call["on"] else ""
     root = f", root {call['root']}" if call.get("root") is not None else ""

@@ -53,8 +53,8 @@ class Sampler(threading.Thread):
 
     def __init__(self, folder: Path, launch: Launch, notes: JobNotes | None, limit: float | None) -> None:
         super().__init__(name="mpishard-watch", daemon=True)
-        name = f"{os.uname().nodename}-{os.getpid()}"
-        self.launch = launch
+        self.launch, self.process = launch, os.getpid()
+        name = f"{os.uname().nodename}-{self.process}"
         self._notes = notes if launch.rank == 0 else None  # until it is noted that the program has started MPI
         self._job = notes
         # After a wait of this many seconds, and after each further one, this rank asks all where they are.
@@ -112,7 +112,7 @@ class Sampler(threading.Thread):
         if self._end is not None and self._end.exists():
             self._end_job()
         asked = time_of(self._request)
-        if self._seconds() > self._patience < time.time() - asked and self._call() is not None:
+        if min(self._seconds(), time.time() - asked) > self._patience and self._call() is not None:
             write_note(self._request, None)
             asked = time_of(self._request)
         if asked <= self._asked:
@@ -151,16 +151,15 @@ class Sampler(threading.Thread):
             rank, ranks = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
         call, stack = None, []
         with main_frame() as frame:
-            if frame is not None and state in ("", RUNS):
-                stack = _stack(frame)
-                call = call_in(frame) if not state else None
+            if frame is not None and not state:
+                stack, call = _stack(frame), call_in(frame)
         return {
             "time": round(time.time(), 3),
             "began": round(self._began, 3),
             "rank": rank,
             "ranks": ranks,
             "host": os.uname().nodename,
-            "process": os.getpid(),
+            "process": self.process,
             "thread": threading.main_thread().ident,
             "state": state or (WAITS if call is not None and seconds else RUNS),
             "seconds": round(seconds, 1),

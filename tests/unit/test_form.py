@@ -24,9 +24,8 @@ FLOORS = [
     {"arguments", "lazy", "version"},
     {"io"},
     {"adapters", "backend", "layout", "pipeline.schedule"},
-    {"launch", "optim", "minimizers", "compression"},
-    {"watch"},  # this and what is below can be imported without an MPI library
-    {"comm"},
+    {"launch", "optim", "minimizers", "compression"},  # these and what is below can be imported without an MPI library
+    {"comm", "watch"},  # and so can watch
     {"parameters"},
     {"pipeline", "reduction"},
     {"nn", "data", "checkpoint", "record"},

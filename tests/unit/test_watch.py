@@ -376,7 +376,18 @@ sys.exit(5)
 
 
 def test_a_failure_is_noted(tmp_path: Path) -> None:
-    done = watched("from mpi4py import MPI\nraise ValueError('a bad packing')\n", tmp_path)
+    """Not that of a process that the program forks."""
+    program = """
+import os, sys
+from mpi4py import MPI
+child = os.fork()
+if not child:
+    sys.excepthook(KeyError, KeyError("of a fork"), None)
+    os._exit(0)
+os.waitpid(child, 0)
+raise ValueError("a bad packing")
+"""
+    done = watched(program, tmp_path)
     assert done.returncode == 1
     assert "ValueError: a bad packing" in done.stderr and "mpishard/watch" not in done.stderr
     (answer,) = read_folder(tmp_path / "watch").answers
