@@ -168,10 +168,9 @@ def _members(mpi: Any, of: Any) -> dict[str, Any]:
     if of in (mpi.COMM_NULL, mpi.WIN_NULL, mpi.FILE_NULL):
         return {"is_null": True}
     world = mpi.COMM_WORLD.Get_group()
-    groups = [of.Get_group()]
     is_comm = isinstance(of, mpi.Comm)
-    if is_comm and of.Is_inter():
-        groups.append(of.Get_remote_group())
+    # Peers and roots are ranks of the remote group, if there is one.
+    groups = [*([of.Get_remote_group()] if is_comm and of.Is_inter() else []), of.Get_group()]
     members = [rank for group in groups for rank in mpi.Group.Translate_ranks(group, None, world)]
     for group in (*groups, world):
         group.Free()

@@ -212,15 +212,16 @@ def _ended(
         waiting = [waits[other] for other in others]
         collectives = [wait for wait in waiting if wait.is_collective]
         first, who = (collectives or waiting)[0], _ranks(others)
+        call = f"{first.what} at {first.place}"
         if collectives:
-            kind, text = "ended", f"in which {who} {_verb(others, 'wait')}: a call is missing"
+            kind, text = "ended", f"{call}, in which {who} {_verb(others, 'wait')}: a call is missing"
         elif first.to in ranks:
-            kind, text = "send", f"which {who} {_verb(others, 'send')} to: a send without a receive"
+            kind, text = "send", f"receiving what {who} {_verb(others, 'send')} ({call}): a send without a receive"
         else:
-            kind, text = "receive", f"for which {who} {_verb(others, 'wait')}: a receive without a send"
-        code = "" if in_order else f" with code {ended[ranks[0]]}"
+            kind, text = "receive", f"sending what {who} {_verb(others, 'wait')} for ({call}): a receive without a send"
+        how = "" if in_order else f" with code {ended[ranks[0]]}"
         has, their = ("have", "their programs") if len(ranks) > 1 else ("has", "its program")
-        text = f"{has} ended {their}{code} without {first.what} at {first.place}, {text}"
+        text = f"{has} ended {their}{how} without {text}"
         found.append(Finding(tuple(ranks), kind, text))
     return found
 

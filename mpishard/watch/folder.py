@@ -42,8 +42,13 @@ _SKEW_S = 30.0
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 # The fields of an answer, with their types.
-_ANSWER = dict.fromkeys(("time", "began", "seconds"), int | float) | dict.fromkeys(("rank", "ranks", "process"), int)
-_ANSWER |= dict.fromkeys(("host", "state", "file"), str) | {"call": dict | None, "stack": list}
+_ANSWER: dict[str, Any] = {
+    **dict.fromkeys(("time", "began", "seconds"), int | float),
+    **dict.fromkeys(("rank", "ranks", "process"), int),
+    **dict.fromkeys(("host", "state", "file"), str),
+    "call": dict | None,
+    "stack": list,
+}
 _CALL = dict.fromkeys(("op", "on", "class"), str)
 _FRAME_FIELDS = {"file": str, "line": int, "name": str, "text": str, "own": bool}
 
@@ -116,7 +121,7 @@ def _collect(folder: Path, since: float) -> Asked:
             if not _is_answer(answer) or answer["began"] < start["time"] - _SKEW_S:
                 continue
             stack = path.with_name(path.name.removesuffix(WHERE) + STACK)
-            if answer["state"] in (RUNS, WAITS) and (frozen := _frozen(answer, stack)) is not None:
+            if answer["state"] in (RUNS, WAITS) and (frozen := _frozen(answer, stack, since)) is not None:
                 answer, written = frozen, max(written, since)
             known = latest.get(answer["rank"])
             if known is None or known[0]["began"] < answer["began"]:
@@ -144,16 +149,17 @@ def _gone(answer: Mapping[str, Any]) -> str:
     return f"process {answer['process']} on {answer['host']} {state}" if state else ""
 
 
-def _frozen(answer: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
-    """The answer of a rank that has only written its stack; None if it has not."""
+def _frozen(answer: Mapping[str, Any], path: Path, asked: float) -> dict[str, Any] | None:
+    """The answer of a rank that has only written its stack; None if it has not.  `asked`: of one that is gone, when."""
     try:
-        text, written = read(path).decode(errors="replace"), path.stat().st_mtime
+        text, written = read(path, links=False).decode(errors="replace"), time_of(path)
     except FileNotFoundError:
         return None
     if not text:
         return None
-    now, stack = time.time(), frames_of(text, answer.get("thread"))
-    return {**answer, **stands(stack), "time": now, "seconds": round(now - written + FROZEN_S, 1)}
+    at = max(asked, written) if _gone(answer) else time.time()
+    stack = frames_of(text, answer.get("thread"))
+    return {**answer, **stands(stack), "time": at, "seconds": round(at - written + FROZEN_S, 1)}
 
 
 def frames_of(text: str, thread: int | None) -> list[dict[str, Any]]:

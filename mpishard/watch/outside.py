@@ -75,6 +75,8 @@ def _stack(process: int) -> list[dict[str, Any]]:
     if done.returncode:
         raise OSError(f"py-spy cannot look at process {process}: {' '.join(done.stderr.split())}")
     threads: Sequence[Mapping[str, Any]] = parsed(done.stdout)
-    frames = next((thread["frames"] for thread in threads if thread["os_thread_id"] == process), [])
+    frames: list[dict[str, Any]] = next(
+        (thread["frames"] for thread in threads if thread["os_thread_id"] == process), []
+    )
     stack = [frame(each["filename"], each["line"], each["name"]) for each in frames]
     return [each for each in stack if not is_runner(each["file"])]

@@ -337,6 +337,39 @@ def pipe_without_writer(comm, rank):
     comm.Barrier()
 
 
+# -- no hang: what nobody who looks at stacks can see ------------------------------------------------------------------
+
+UNSEEN = "no hang"
+
+
+@wrong(UNSEEN, "leak", ranks=None)
+def communicators_are_not_freed(comm, rank):
+    for _ in range(50):
+        comm.Dup().Barrier()
+
+
+@wrong(UNSEEN, "leak", ranks=None)
+def request_is_not_completed(comm, rank):
+    comm.Irecv(array(), source=rank)
+    comm.Barrier()
+
+
+@wrong(UNSEEN, "type", ranks=None)
+def other_types(comm, rank):
+    from mpi4py import MPI
+
+    comm.Bcast([array(), 4, MPI.DOUBLE] if rank else [array(), 32, MPI.BYTE])
+
+
+@wrong(UNSEEN, "race", ranks=None)
+def any_source(comm, rank):
+    """What rank 0 computes depends on whose message comes first."""
+    if rank:
+        comm.send(rank, dest=0)
+    else:
+        print(10 * comm.recv() - comm.recv() * comm.recv())
+
+
 if __name__ == "__main__":
     from mpi4py import MPI
 
