@@ -151,8 +151,8 @@ def _waits(name: str, method: str, on: str, kind: str) -> bool:
     kind = kind or (on.rpartition(".")[2] if on.startswith("MPI.") else "")
     if kind in _WAITING:
         return name in _WAITING[kind] or (kind == "File" and name.endswith(("_all", "_ordered", "_end")))
-    if "comm" in on.lower():
-        return name in _OF_COMM
+    if "comm" in on.lower() and name in _OF_COMM:
+        return True
     # Methods of buffers begin with a capital letter, as few of other classes do.
     return name in (_OF_COMM | _WAITS if method != name else _OF_COMM - _COMMON)
 

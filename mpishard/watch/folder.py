@@ -61,7 +61,7 @@ class Asked:
     absent: dict[int, str]
     ranks: int  # of the job
     since: float = 0.0  # when they were asked
-    is_over: bool = False  # no rank answers now, and these are older answers
+    is_over: bool = False  # no rank answers now, or the job is being ended: these are older answers
 
 
 def begin(folder: Path, ranks: int, command: Sequence[str]) -> None:
@@ -128,7 +128,7 @@ def _collect(folder: Path, since: float) -> Asked:
                 latest[answer["rank"]] = answer, written
     ranks = max([start["ranks"], *(answer["ranks"] for answer, _ in latest.values())])
     gone = {rank: _gone(answer) for rank, (answer, _) in latest.items()}
-    is_over = bool(gone) and all(gone.values())
+    is_over = (bool(gone) and all(gone.values())) or (folder / END).exists()
     answers, absent = [], {}
     for rank in range(ranks):
         if rank not in latest:

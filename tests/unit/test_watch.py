@@ -120,6 +120,7 @@ def test_no_code_of_the_program_runs() -> None:
         ("socket.send(data)", None),
         ("MPI.COMM_WORLD.barrier()", {"op": "barrier"}),
         ("mpi_communicator.send(x, dest=2)", {"op": "send", "dest": 2}),
+        ("comm.Irecv(x, 0).Wait()", {"op": "Wait"}),
         ("thread.wait()", None),
         ("words = text.split()", None),
         ("x = = 1", None),
