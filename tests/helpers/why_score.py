@@ -31,7 +31,8 @@ def watched(name: str, folder: str | Path, timeout: float = 4.0) -> tuple[list[F
     options = ["--folder", str(folder), "--timeout", str(timeout)]
     command = [mpirun()[0], "-n", str(RANKS), sys.executable, "-m", "mpishard.watch", *options, str(program), name]
     given = environment()
-    del given["PRTE_MCA_state_base_recoverable"]  # with it a job goes on after the death of a rank
+    # With these a job goes on after the death of a rank, and ranks end without the others.
+    del given["PRTE_MCA_state_base_recoverable"], given["OMPI_MCA_async_mpi_finalize"]
     with tempfile.TemporaryFile("w+") as log:
         job = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=given, start_new_session=True
