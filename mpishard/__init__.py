@@ -228,6 +228,8 @@ def __dir__() -> list[str]:
 
 def _runs_distributed() -> bool:
     """Return True if a launcher or the supervisor has started this process; some leave nothing in the environment."""
+    if sys.argv[:1] == ["-m"] and "mpishard.watch" in sys.orig_argv:  # the program that it runs starts MPI, or nobody
+        return False
     if any(name.startswith(_STARTED_BY) for name in os.environ):
         return True
     mpi = sys.modules.get("mpi4py.MPI")

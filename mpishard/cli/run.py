@@ -17,6 +17,7 @@ from mpishard.launch import supervisor_main
 from mpishard.launch.launchers import HostSettings, parse_hosts
 from mpishard.launch.restart_policy import Policy, ProgressLimits
 from mpishard.launch.supervisor import Job
+from mpishard.watch.folder import FOLDER
 
 
 def run(
@@ -35,6 +36,13 @@ def run(
     multiple_of: Annotated[int, typer.Option(help="Ranks are a multiple of this: tensor x pipeline sizes.")] = 1,
     max_restarts: Annotated[int, typer.Option(help="Most restarts in succession without a new step.")] = 3,
     folder: Annotated[Path | None, typer.Option(help="The run's own folder, seen by all hosts.")] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Watch a program of mpi4py; if it hangs: mpishard why.")
+    ] = False,
+    watch_folder: Annotated[Path, typer.Option(help="For mpishard why, seen by all hosts.")] = FOLDER,
+    timeout: Annotated[
+        float | None, typer.Option(help="With --watch: longest wait in MPI, in seconds; then a report, and the end.")
+    ] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Folder for the output of each rank, rank-N.log.")] = None,
     launcher: Annotated[str | None, typer.Option(help="Default: the mpirun next to this Python.")] = None,
     remote_shell: Annotated[str | None, typer.Option(help="What reaches a host; default: ssh.")] = None,
@@ -65,6 +73,10 @@ def run(
     on from its newest checkpoint by Checkpoints(...) and resume=True.  A failure that comes back at the same step ends
     the run.
 
+    With --watch the program need not import mpishard: an uncaught exception of one rank ends the job, and
+    mpishard why FOLDER says where the ranks are.  With --timeout a rank that waits longer in a call of MPI ends the job
+    with that report, and code 1.
+
     With --log-dir what the ranks write goes to their files and not to the terminal; a start adds to what is there.
     Workers that an elastic run spawns later still write to the terminal.
 
@@ -74,6 +86,8 @@ def run(
     """
     if hosts:
         parse_hosts(hosts)
+    if timeout is not None and not (watch and timeout > 0):
+        raise ValueError(f"--timeout {timeout:g} must be more than 0 seconds, and needs --watch")
     job = Job(
         _words(command, elsewhere=bool(hosts)),
         ranks,
@@ -84,6 +98,7 @@ def run(
         grace,
         ProgressLimits(start_limit, step_limit, heal_limit, end_limit),
         None if log_dir is None else str(log_dir.absolute()),
+        _watched(watch_folder, timeout) if watch else None,
     )
     if log_dir is not None:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -97,6 +112,11 @@ def run(
     sys.stderr.flush()
     arguments = [sys.executable, "-I", supervisor_main.__file__, json.dumps(asdict(job))]
     os.execve(sys.executable, arguments, os.environ)  # an MPI library's own variables are not in os.environ
+
+
+def _watched(folder: Path, timeout: float | None) -> tuple[str, ...]:
+    """The options of `mpishard.watch`."""
+    return ("--folder", str(folder.absolute()), *(() if timeout is None else ("--timeout", str(timeout))))
 
 
 def _words(command: list[str], elsewhere: bool) -> tuple[str, ...]:

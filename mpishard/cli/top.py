@@ -20,7 +20,8 @@ from mpishard.arguments import listed
 from mpishard.cli.output import RecordFolder, cell, console, new_table, seconds, size
 from mpishard.data.evaluation import EarlyStopping
 from mpishard.environment.findings import count
-from mpishard.record.follower import Follower, state_here
+from mpishard.launch.processes import state_here
+from mpishard.record.follower import Follower
 from mpishard.record.reading import VALIDATION, Process, check_record
 
 _RECENT = 20  # steps that figures are means of

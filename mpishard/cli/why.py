@@ -11,26 +11,42 @@ from typing import Annotated
 import typer
 
 from mpishard.arguments import printable
-from mpishard.cli.output import RecordFolder
 from mpishard.record.follower import Follower
 from mpishard.record.reading import check_record
-from mpishard.record.stacks import StackFinding, ask, diagnose
+from mpishard.record.stacks import ask, diagnose
+from mpishard.watch.diagnosis import Finding, report
+from mpishard.watch.diagnosis import diagnose as diagnose_program
+from mpishard.watch.folder import FOLDER, START, Asked
+from mpishard.watch.folder import ask as ask_program
+from mpishard.watch.outside import look
 
+_BETWEEN_S = 2.0  # between two looks at a process that nobody watches
 _MOST = 16  # ranks of one kind that are listed one by one
 
 
 def why(
-    run: RecordFolder,
+    run: Annotated[
+        Path | None, typer.Argument(metavar="FOLDER", help=f"A run's record, or what --watch wrote; {FOLDER}.")
+    ] = None,
     wait: Annotated[float, typer.Option(min=0, help="Seconds that processes get; 0: what they said last.")] = 3.0,
+    pid: Annotated[
+        int | None, typer.Option(min=1, help="A launcher or a rank that nobody watches; needs py-spy.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Findings and all answers, as data.")] = False,
 ) -> None:
     """Say why a run hangs: which ranks wait, where, and for whom.
 
     Who waits in which collective, who is missing there, and what that one does instead.
     Asks every process through the folder of the record, written by optimize(problem,
-    record=mpishard.RunRecord(folder, mesh)).  After the end of a run that was stuck it shows what the processes said
-    while they waited.
+    record=mpishard.RunRecord(folder, mesh)), or of mpishard run --watch and python -m mpishard.watch, for any program
+    of mpi4py.  After the end of a run that was stuck it shows what the processes said while they waited.
+    With --pid it looks at the ranks that a launcher on this host has started.
     """
+    if pid is not None or run is None or (run / START).exists():
+        if pid is not None and run is not None:
+            raise ValueError(f"give {run} or --pid {pid}, not both")
+        _of_program(look(pid, min(wait, _BETWEEN_S)) if pid else ask_program(run or FOLDER, wait), as_json)
+        return
     check_record(run)
     asked = ask(run, wait)
     findings = diagnose(asked.answers, asked.silent)
@@ -57,6 +73,19 @@ def why(
         typer.echo(printable(line))
 
 
+def _of_program(asked: Asked, as_json: bool) -> None:
+    """Print where the ranks of any program of mpi4py are, and why they do not go on."""
+    if as_json:
+        causes = diagnose_program(asked.answers, asked.absent, asked.ranks)
+        shown = {"findings": list(map(asdict, causes)), "answers": asked.answers, "absent": asked.absent}
+        typer.echo(json.dumps(shown))
+        return
+    if asked.is_over:
+        typer.echo("the job has ended; what its ranks said last:")
+    for line in report(asked.answers, asked.absent, asked.ranks):
+        typer.echo(printable(line))
+
+
 def _newest_checkpoint(run: Path) -> str:
     """A text for the newest checkpoint of a run that has not ended in order; empty without one."""
     follower = Follower(run)
@@ -71,7 +100,7 @@ def _newest_checkpoint(run: Path) -> str:
     return f"; of its checkpoints in {folder} {newest}"
 
 
-def _lines(findings: list[StackFinding]) -> list[str]:
+def _lines(findings: list[Finding]) -> list[str]:
     shown_by_kind: dict[str, int] = {}
     lines = []
     for finding in findings:

@@ -80,6 +80,14 @@ def read(path: Path | str, most: int = LARGEST_NOTE, *, folder: int | None = Non
         return file.read(most)
 
 
+def time_of(path: Path) -> float:
+    """The time at which a file was written, in seconds since 1970; 0 if it does not exist."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def check(path: Path | str) -> None:
     """Raise OSError unless a path leads to a regular file, for a library that opens it by name."""
     os.close(open_to_read(path))

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 _POLL_S = 0.01
+GONE, DEAD, STOPPED = "is gone", "is dead", "is stopped (SIGCONT continues it)"
 BEGAN = 19  # in `process_facts`: when a process has started, in ticks since the machine has
 # The daemons that launchers start on each host for a job, by their names in the kernel.
 _DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
@@ -59,18 +60,33 @@ def process_facts(number: int | str) -> list[str]:
     return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
 
 
+def state_here(name: str) -> str:
+    """The state of a process: `GONE`, `DEAD` or `STOPPED`; empty if it runs, and for processes of other hosts.
+
+    `name` is that of its file: host and process number.
+    """
+    host, _, number = name.rpartition("-")
+    if host != os.uname().nodename:
+        return ""
+    try:
+        state = process_facts(number)[0]
+    except OSError:
+        return GONE
+    return STOPPED if state in "Tt" else DEAD if state in "ZX" else ""
+
+
 def this_machine() -> str:
     """A text that only processes have in common that see each other; OSError if this system does not tell."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 
 
-def descendants() -> set[int]:
-    """Process numbers of all living descendants of this process."""
-    return set(_parents())
+def descendants(of: int | None = None) -> set[int]:
+    """Process numbers of all living descendants of a process; default: of this one."""
+    return set(_parents(of))
 
 
-def _parents() -> dict[int, int]:
-    """The parent of each descendant of this process."""
+def _parents(of: int | None = None) -> dict[int, int]:
+    """The parent of each descendant of a process; default: of this one."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -79,7 +95,7 @@ def _parents() -> dict[int, int]:
                 if state not in "ZX":
                     children.setdefault(int(number), []).append(int(folder.name))
     found: dict[int, int] = {}
-    pending = [os.getpid()]
+    pending = [os.getpid() if of is None else of]
     while pending:
         parent = pending.pop()
         for child in children.get(parent, ()):

@@ -56,18 +56,19 @@ def parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return arguments[:at], arguments[at:]
 
 
-def with_runner(command: Sequence[str], *, elsewhere: bool = False) -> list[str]:
+def with_runner(command: Sequence[str], *, elsewhere: bool = False, runner: Sequence[str] = (RUNNER,)) -> list[str]:
     """The command with `mpishard.launch.worker` before its script, if it runs a file or a module by Python.
 
     Any other command is left alone, and one with an option that the runner could not keep.  `elsewhere`: other hosts
     run it too.  These have the runner's file if they have this Python; a command with another Python is left alone.
+    `runner`: the words of another runner.
     """
     python, *arguments = command
     options, script = parted(arguments)
     is_python = _PYTHON.fullmatch(os.path.basename(python)) and (python == sys.executable or not elsewhere)
     if not (is_python and _can_keep(options) and _can_run(script)):
         return list(command)
-    return [python, *options, RUNNER, *script]
+    return [python, *options, *runner, *script]
 
 
 def without_runner(script: Sequence[str]) -> list[str]:

@@ -47,7 +47,7 @@ from mpishard.launch.restart_policy import (
     decide,
     signal_name,
 )
-from mpishard.launch.script import with_runner
+from mpishard.launch.script import RUNNER, with_runner
 
 _POLL_S = 0.02
 _LOOK_S = 0.2  # between two looks into the run's folder
@@ -75,6 +75,7 @@ class Job:
     grace: float = 30.0  # seconds for ranks to stop after SIGTERM
     limits: ProgressLimits = ProgressLimits()
     log_dir: str | None = None  # folder for a file of each rank's output; default: the launcher passes it on
+    watch: tuple[str, ...] | None = None  # the options of `mpishard.watch`, if that watches the command
 
 
 class Supervisor:
@@ -94,7 +95,12 @@ class Supervisor:
         check_shell(self.hosts, job.hosts.shell)
         self.ranks = ranks
         self.launcher: Launcher = find_launcher(job.launcher)
-        self._command = with_runner(job.command, elsewhere=bool(self.hosts))
+        runner = (RUNNER,) if job.watch is None else ("-m", "mpishard.watch", *job.watch)
+        self._command = with_runner(job.command, elsewhere=bool(self.hosts), runner=runner)
+        if job.watch is not None and self._command == list(job.command):
+            raise ValueError(
+                f"--watch needs a command that runs a file or a module by Python, not {shlex.join(job.command)}"
+            )
         if job.log_dir is not None:
             self._command = ["sh", "-c", _INTO_FILE, job.log_dir, *self._command]
         self._line = ""  # the command line of the last start, as a user would type it

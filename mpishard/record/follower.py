@@ -8,7 +8,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from mpishard.launch.processes import process_facts
+from mpishard.launch.processes import DEAD, GONE, state_here
 from mpishard.record.reading import (
     DEATHS,
     ENDS,
@@ -30,7 +30,6 @@ from mpishard.record.reading import (
     stragglers,
 )
 
-GONE, DEAD, STOPPED = "is gone", "is dead", "is stopped (SIGCONT continues it)"
 _METRICS = 200  # lines kept
 # Texts for the values of `OptimizationResult.stop_reason`.
 _REASONS = {
@@ -204,18 +203,3 @@ class Follower:
 def _written(process: Process) -> float:
     """The time of the last line of a process."""
     return float(process.lines[-1].get("time", 0))
-
-
-def state_here(name: str) -> str:
-    """The state of a process: `GONE`, `DEAD` or `STOPPED`; empty if it runs, and for processes of other hosts.
-
-    `name` is that of its file: host and process number.
-    """
-    host, _, number = name.rpartition("-")
-    if host != os.uname().nodename:
-        return ""
-    try:
-        state = process_facts(number)[0]
-    except OSError:
-        return GONE
-    return STOPPED if state in "Tt" else DEAD if state in "ZX" else ""

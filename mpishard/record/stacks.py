@@ -24,12 +24,15 @@ from typing import IO, Any
 
 from mpishard.comm.ledger import Call
 from mpishard.comm.mesh import Mesh
-from mpishard.io.files import create, read_note, write_note
+from mpishard.io.files import create, read_note, time_of, write_note
+from mpishard.launch.processes import state_here
 from mpishard.launch.script import innermost, main_frame
-from mpishard.record.follower import Follower, state_here
+from mpishard.record.follower import Follower
 from mpishard.record.reading import PROCESSES, TRACE, Process, read_lines
+from mpishard.watch.diagnosis import Finding, shortest_cycle
+from mpishard.watch.sampler import REQUEST, WHERE
 
-REQUEST, WHERE, TRACE_REQUEST = "why", ".where.json", "trace-next"
+TRACE_REQUEST = "trace-next"
 _POLL_S = 1.0
 # After a wait of this many seconds, and after each further one, this process asks all others where they are.
 LONG_S = 15.0
@@ -64,9 +67,9 @@ class StackReporter(threading.Thread):
         self._flush, self._trace, self._every = flush, trace, every
         self._over = threading.Event()
         self._stack: IO[bytes] | None = None
-        self._asked = self._time_asked()
+        self._asked = time_of(self._request)
         self._trace_request = folder / TRACE_REQUEST
-        self._traced = _time_of(self._trace_request)
+        self._traced = time_of(self._trace_request)
         self._dumped = 0
 
     def watch(self) -> None:
@@ -98,11 +101,11 @@ class StackReporter(threading.Thread):
             self._look_for_trace()
             call = self._mesh.ledger.waiting
             waited = 0.0 if call is None else time.perf_counter() - call.began
-            asked = self._time_asked()
+            asked = time_of(self._request)
             if waited > LONG_S and time.time() - asked > LONG_S:
                 with contextlib.suppress(OSError):
                     write_note(self._request, None)
-                asked = self._time_asked()
+                asked = time_of(self._request)
             dumped = self._size_of_stack()
             if asked > self._asked or dumped > self._dumped:
                 self._asked, self._dumped = asked, dumped
@@ -130,29 +133,18 @@ class StackReporter(threading.Thread):
         }
 
     def _look_for_trace(self) -> None:
-        asked = _time_of(self._trace_request)
+        asked = time_of(self._trace_request)
         if asked > self._traced:
             self._traced = asked
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
                 note = read_note(self._trace_request)
                 self._trace((int(note["first"]), int(note["last"])))
 
-    def _time_asked(self) -> float:
-        return _time_of(self._request)
-
     def _size_of_stack(self) -> int:
         try:
             return self._stack_path.stat().st_size if self._stack is not None else 0
         except OSError:
             return 0
-
-
-def _time_of(path: Path) -> float:
-    """The time at which a file was written; 0 if it does not exist."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def call_fields(call: Call) -> dict[str, Any]:
@@ -298,16 +290,7 @@ def _state(process: Process, limit: float) -> str:
 _LEAST_S = 1.0  # shorter waits are normal
 
 
-@dataclass(frozen=True)
-class StackFinding:
-    """Ranks (ascending) in the same state, its `kind` as `diagnose` says, and a description without the ranks."""
-
-    ranks: tuple[int, ...]
-    kind: str
-    text: str
-
-
-def diagnose(answers: Sequence[Mapping[str, Any]], silent: Mapping[int, str]) -> list[StackFinding]:
+def diagnose(answers: Sequence[Mapping[str, Any]], silent: Mapping[int, str]) -> list[Finding]:
     """Diagnose a run from the answers of its ranks.
 
     `answers` are from `mpishard.record.stacks.StackReporter.answer`, at most one per rank; `silent` has the
@@ -318,7 +301,7 @@ def diagnose(answers: Sequence[Mapping[str, Any]], silent: Mapping[int, str]) ->
     by_rank = {int(answer["rank"]): answer for answer in answers}
     waiting = {rank: a["call"] for rank, a in by_rank.items() if a["call"] and a["call"]["seconds"] >= _LEAST_S}
     if not waiting:
-        running = [StackFinding((rank,), "runs", _place(answer)) for rank, answer in sorted(by_rank.items())]
+        running = [Finding((rank,), "runs", _place(answer)) for rank, answer in sorted(by_rank.items())]
         return [*running, *_silent(silent, set())]
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for rank, call in sorted(waiting.items()):
@@ -329,18 +312,14 @@ def diagnose(answers: Sequence[Mapping[str, Any]], silent: Mapping[int, str]) ->
     findings += _mismatches(waiting, wanted)
     causes = sorted(awaited - waiting.keys())
     findings += [
-        StackFinding((rank,), "missing", f"is waited for, and {_place(by_rank[rank])}")
-        for rank in causes
-        if rank in by_rank
+        Finding((rank,), "missing", f"is waited for, and {_place(by_rank[rank])}") for rank in causes if rank in by_rank
     ]
     findings += _silent(silent, awaited)
     if not causes and not any(finding.kind == "mismatch" for finding in findings):
-        cycle = _cycle(wanted)
+        cycle = shortest_cycle(wanted)
         if cycle:
             chain = ", ".join(f"{rank} for {other}" for rank, other in zip(cycle, [*cycle[1:], cycle[0]], strict=True))
-            findings.append(
-                StackFinding(tuple(cycle), "cycle", f"wait for each other in a circle ({chain}): a deadlock")
-            )
+            findings.append(Finding(tuple(cycle), "cycle", f"wait for each other in a circle ({chain}): a deadlock"))
     return findings
 
 
@@ -357,7 +336,7 @@ def _awaited(rank: int, waiting: Mapping[int, Any], groups: Mapping[Any, list[in
     return {member for member in call["members"] if member not in there}
 
 
-def _waits(ranks: list[int], waiting: Mapping[int, Any]) -> StackFinding:
+def _waits(ranks: list[int], waiting: Mapping[int, Any]) -> Finding:
     call = waiting[ranks[0]]
     longest = max(waiting[rank]["seconds"] for rank in ranks)
     sites = {waiting[rank]["site"] for rank in ranks}
@@ -365,10 +344,10 @@ def _waits(ranks: list[int], waiting: Mapping[int, Any]) -> StackFinding:
     missing = sorted(set(call["members"]) - set(ranks))
     verb = "wait" if len(ranks) > 1 else "waits"
     without = f", without {_ranks(missing)}" if missing else ", all have arrived"
-    return StackFinding(tuple(ranks), "waits", f"{verb} {longest:.0f} s in {_call(call)}{others}{without}")
+    return Finding(tuple(ranks), "waits", f"{verb} {longest:.0f} s in {_call(call)}{others}{without}")
 
 
-def _mismatches(waiting: Mapping[int, Any], wanted: Mapping[int, set[int]]) -> list[StackFinding]:
+def _mismatches(waiting: Mapping[int, Any], wanted: Mapping[int, set[int]]) -> list[Finding]:
     """Members of a communicator that wait in different calls on it, since their scripts took different paths."""
     found: dict[tuple[Any, ...], set[int]] = defaultdict(set)
     for rank, others in wanted.items():
@@ -384,30 +363,13 @@ def _mismatches(waiting: Mapping[int, Any], wanted: Mapping[int, set[int]]) -> l
     for (axis, _), ranks in found.items():
         calls = "; ".join(f"rank {rank} in {_call(waiting[rank])}" for rank in sorted(ranks))
         text = f"are in different calls of the {axis} axis, which can never meet: {calls}"
-        findings.append(StackFinding(tuple(sorted(ranks)), "mismatch", text))
+        findings.append(Finding(tuple(sorted(ranks)), "mismatch", text))
     return findings
 
 
-def _cycle(wanted: Mapping[int, set[int]]) -> list[int]:
-    """A shortest cycle in the graph of waits."""
-    best: list[int] = []
-    for first in sorted(wanted):
-        ways, seen = [[first]], {first}
-        while ways and not (best and len(ways[0]) >= len(best)):
-            way = ways.pop(0)
-            for following in sorted(wanted.get(way[-1], ())):
-                if following == first:
-                    best, ways = way, []
-                    break
-                if following not in seen:
-                    seen.add(following)
-                    ways.append([*way, following])
-    return best
-
-
-def _silent(silent: Mapping[int, str], awaited: Any) -> list[StackFinding]:
+def _silent(silent: Mapping[int, str], awaited: Any) -> list[Finding]:
     return [
-        StackFinding((rank,), "silent", f"{'is waited for, and ' if rank in awaited else ''}does not answer: {what}")
+        Finding((rank,), "silent", f"{'is waited for, and ' if rank in awaited else ''}does not answer: {what}")
         for rank, what in sorted(silent.items())
     ]
 

@@ -25,7 +25,7 @@ FLOORS = [
     {"io"},
     {"adapters", "backend", "layout", "pipeline.schedule"},
     {"launch", "optim", "minimizers", "compression"},  # these and what is below can be imported without an MPI library
-    {"comm"},
+    {"comm", "watch"},  # and so can watch
     {"parameters"},
     {"pipeline", "reduction"},
     {"nn", "data", "checkpoint", "record"},

@@ -1,0 +1,104 @@
+"""``python -m mpishard.watch [--folder DIR] [--timeout SECONDS] PROGRAM ARGUMENTS...``, under any launcher.
+
+Runs the program as Python would, and starts no MPI before it does.  The program may import mpishard, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+
+from mpishard.launch.detection import Launch, launches
+from mpishard.launch.job_notes import Ended, JobNotes
+from mpishard.launch.worker import Script
+from mpishard.watch.calls import loaded_mpi
+from mpishard.watch.folder import FOLDER, begin
+from mpishard.watch.guard import GUARD, guard, start_guard
+from mpishard.watch.sampler import PROCESSES, Sampler
+
+_ALONE = Launch("no launcher", "", 0, 1)
+
+
+def main() -> None:
+    """Watch the program that the arguments of this process name."""
+    if sys.argv[1:2] == [GUARD]:
+        sys.exit(guard(Path(sys.argv[2]), float(sys.argv[3])))
+    parser = argparse.ArgumentParser("python -m mpishard.watch", description="Watch a program of mpi4py.")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help=f"for mpishard why, seen by all ranks: {FOLDER}")
+    parser.add_argument("--timeout", type=float, help="longest wait in a call of MPI; then a report, and the job ends")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="PROGRAM or -m MODULE, and its arguments")
+    given = parser.parse_args()
+    if not given.program or given.program == ["-m"]:
+        parser.error("name the program, such as train.py, or -m and a module")
+    if given.timeout is not None and not given.timeout > 0:
+        parser.error(f"timeout {given.timeout:g} must be more than 0 seconds")
+    folder = given.folder.absolute()
+    launch = next(iter(launches(os.environ)), _ALONE)
+    notes = JobNotes.from_environment()
+    sampler = Sampler(folder, launch, notes, given.timeout)
+    try:
+        (folder / PROCESSES).mkdir(parents=True, exist_ok=True)
+        if launch.rank == 0:
+            begin(folder, launch.ranks, [sys.executable, *given.program])
+        sampler.watch()
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}; give --folder a place that all ranks can write to")
+    if launch.rank == 0:
+        if given.timeout is not None:
+            start_guard(folder, given.timeout)
+        print(f"mpishard: if the job hangs: mpishard why {folder}", file=sys.stderr, flush=True)
+    script = Script.this = Script()
+    atexit.register(_end, sampler, notes, script)
+    sys.excepthook = _Failure(sampler)
+    # The program's own import of mpishard shall do in it what it does in all ranks: start MPI, and set hooks.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mpishard"]:
+        if name != Script.__module__:
+            del sys.modules[name]
+    script.run(given.program)
+
+
+class _Failure:
+    """The excepthook of a program that does not import mpishard: its traceback, and the end of the job."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        sys.excepthook = sys.__excepthook__
+        if self._sampler.process != os.getpid():  # a fork
+            sys.excepthook(kind, error, trace)
+            return
+        self._sampler.end(1, f"{kind.__name__}: {error}"[:500])
+        mpi, is_rank = loaded_mpi(), self._sampler.launch.ranks > 1
+        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+            import_module("mpishard")  # in a rank this makes an uncaught exception end the job
+        sys.excepthook(kind, error, trace)
+        if is_rank and not (mpi is not None and mpi.Is_initialized()):
+            # MPICH's launcher does not end a job for a rank that ends before MPI_Init, in which the others wait.
+            sys.stderr.flush()
+            import_module("mpishard.comm.abort").abort("")
+
+
+def _end(sampler: Sampler, notes: JobNotes | None, script: Script) -> None:
+    """Note how the program has ended; the supervisor learns it from mpishard if the program has imported that."""
+    if sampler.process != os.getpid() or not sampler.is_alive():  # a fork, or a failure that is noted
+        return
+    sampler.end(script.code)
+    if notes is None or "mpishard.comm.supervisor_reports" in sys.modules or script.code is None:
+        return
+    with contextlib.suppress(OSError):
+        if sampler.launch.rank == 0:
+            notes.note_started()
+            notes.note_ended(Ended(script.code))
+        elif script.code:
+            notes.note_given_up(Ended(script.code))
+
+
+if __name__ == "__main__":
+    main()

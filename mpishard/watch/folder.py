@@ -1,0 +1,202 @@
+"""The folder of a watched job: who asks its ranks where they are, and what their files say.
+
+Rank 0 writes ``watch.json`` at the start.  Each rank has two files in ``processes/``: ``HOST-PID.where.json``, its last
+answer, and ``HOST-PID.stack``, which is empty unless it is in a call that keeps Python's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import linecache
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mpishard.io.files import read, read_note, time_of, write_note
+from mpishard.launch.processes import state_here
+from mpishard.launch.script import NOT_USERS
+from mpishard.watch.calls import call_on_line
+from mpishard.watch.sampler import (
+    END,
+    ENDED,
+    FAILED,
+    FROZEN_S,
+    PROCESSES,
+    REQUEST,
+    RUNS,
+    STACK,
+    WAITS,
+    WHERE,
+    is_runner,
+)
+
+FOLDER = Path("mpishard-watch")
+START = "watch.json"
+_POLL_S = 0.1
+# Ranks of one job start within so many seconds; older files are of another job.
+_SKEW_S = 30.0
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+# The fields of an answer, with their types.
+_ANSWER: dict[str, Any] = {
+    **dict.fromkeys(("time", "began", "seconds"), int | float),
+    **dict.fromkeys(("rank", "ranks", "process"), int),
+    **dict.fromkeys(("host", "state", "file"), str),
+    "call": dict | None,
+    "stack": list,
+}
+_CALL = dict.fromkeys(("op", "on", "class"), str)
+_FRAME_FIELDS = {"file": str, "line": int, "name": str, "text": str, "own": bool}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The answers of ranks, and ranks without an answer with the state of their process."""
+
+    answers: list[dict[str, Any]]
+    absent: dict[int, str]
+    ranks: int  # of the job
+    since: float = 0.0  # when they were asked
+    is_over: bool = False  # no rank answers now, or the job is being ended: these are older answers
+
+
+def begin(folder: Path, ranks: int, command: Sequence[str]) -> None:
+    """Note the start of a job, in rank 0."""
+    for left in (REQUEST, END):
+        (folder / left).unlink(missing_ok=True)
+    write_note(folder / START, {"time": round(time.time(), 3), "ranks": ranks, "command": list(command)})
+
+
+def read_folder(folder: Path) -> Asked:
+    """The last answers of the ranks of the last job in this folder.
+
+    Ranks of a job that has ended count as absent if they had not answered when all were asked for the last time.
+    """
+    asked = _collect(folder, _last_request(folder))
+    return asked if any(answer["state"] in (RUNS, WAITS) for answer in asked.answers) else _collect(folder, 0.0)
+
+
+def ask(folder: Path, limit: float) -> Asked:
+    """Ask all ranks where they are, and wait up to `limit` seconds; with 0, read their last answers.
+
+    Raises OSError if the folder cannot be written.
+    """
+    asked = read_folder(folder)
+    if limit == 0 or asked.is_over:
+        return asked
+    write_note(folder / REQUEST, None)
+    since, deadline = time_of(folder / REQUEST), time.monotonic() + limit
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        now = _collect(folder, since)
+        if len(now.answers) == now.ranks:
+            break
+    return now if now.answers else replace(asked, is_over=True)
+
+
+def end_job(folder: Path, asked: Asked) -> None:
+    """Ask all ranks to end the job, after these answers."""
+    write_note(folder / END, {"asked": asked.since})
+
+
+def _last_request(folder: Path) -> float:
+    """When all were asked for the last time, or for the report that ended the job; 0 if they never were."""
+    note = read_note(folder / END)
+    return float(note["asked"]) if _has(note, {"asked": int | float}) else time_of(folder / REQUEST)
+
+
+def _collect(folder: Path, since: float) -> Asked:
+    """The answers written after a time; those of ranks that have ended whenever that was."""
+    start = read_note(folder / START)
+    if not _has(start, {"time": int | float, "ranks": int}):
+        raise ValueError(f"{folder / START} is missing or damaged: python -m mpishard.watch writes it")
+    latest: dict[int, tuple[dict[str, Any], float]] = {}
+    for path in sorted((folder / PROCESSES).glob(f"*{WHERE}")):
+        with contextlib.suppress(OSError, ValueError):  # a damaged answer is none
+            answer, written = read_note(path), time_of(path)
+            if not _is_answer(answer) or answer["began"] < start["time"] - _SKEW_S:
+                continue
+            stack = path.with_name(path.name.removesuffix(WHERE) + STACK)
+            if answer["state"] in (RUNS, WAITS) and (frozen := _frozen(answer, stack, since)) is not None:
+                answer, written = frozen, max(written, since)
+            known = latest.get(answer["rank"])
+            if known is None or known[0]["began"] < answer["began"]:
+                latest[answer["rank"]] = answer, written
+    ranks = max([start["ranks"], *(answer["ranks"] for answer, _ in latest.values())])
+    gone = {rank: _gone(answer) for rank, (answer, _) in latest.items()}
+    is_over = (bool(gone) and all(gone.values())) or (folder / END).exists()
+    answers, absent = [], {}
+    for rank in range(ranks):
+        if rank not in latest:
+            absent[rank] = "has no file here: it has not come to the start of the program"
+            continue
+        answer, written = latest[rank]
+        if answer["state"] in (ENDED, FAILED) or (written >= since and (is_over or not gone[rank])):
+            answers.append(answer)
+        else:
+            blocked = f"process {answer['process']} on {answer['host']} did not answer: it is stopped, blocked or lost"
+            absent[rank] = blocked if is_over or not gone[rank] else gone[rank]
+    return Asked(answers, absent, ranks, since, is_over)
+
+
+def _gone(answer: Mapping[str, Any]) -> str:
+    """The state of the process of an answer, if it is dead or stopped; "" if it runs, or on another host."""
+    state = state_here(f"{answer['host']}-{answer['process']}")
+    return f"process {answer['process']} on {answer['host']} {state}" if state else ""
+
+
+def _frozen(answer: Mapping[str, Any], path: Path, asked: float) -> dict[str, Any] | None:
+    """The answer of a rank that has only written its stack; None if it has not.  `asked`: of one that is gone, when."""
+    try:
+        text, written = read(path, links=False).decode(errors="replace"), time_of(path)
+    except FileNotFoundError:
+        return None
+    if not text:
+        return None
+    at = max(asked, written) if _gone(answer) else time.time()
+    stack = frames_of(text, answer.get("thread"))
+    return {**answer, **stands(stack), "time": at, "seconds": round(at - written + FROZEN_S, 1)}
+
+
+def frames_of(text: str, thread: int | None) -> list[dict[str, Any]]:
+    """The frames of a thread in a text of faulthandler, from the innermost outwards; default: of the last thread."""
+    found: list[dict[str, Any]] = []
+    for part in re.split(r"^(?=(?:Current t|T)hread 0x)", text, flags=re.MULTILINE):
+        head = re.match(r"(?:Current t|T)hread (0x[0-9a-f]+)", part)
+        if head and (thread is None or int(head[1], 16) == thread):
+            found = [frame(file, int(line), name) for file, line, name in _FRAME.findall(part)]
+    return [each for each in found if not is_runner(each["file"])]
+
+
+def frame(file: str, line: int, name: str) -> dict[str, Any]:
+    """A frame as in an answer, from its place alone."""
+    text = linecache.getline(file, line).strip()
+    return {"file": file, "line": line, "name": name, "text": text, "own": not file.startswith(NOT_USERS)}
+
+
+def stands(stack: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fields of an answer that follow from a stack whose innermost frame has not moved."""
+    call = call_on_line(stack[0]["file"], stack[0]["line"]) if stack else None
+    importing = itertools.takewhile(lambda each: each["file"].startswith("<frozen importlib"), stack)
+    outer = stack[len(list(importing)) :]
+    if outer and len(outer) < len(stack) and "mpi4py" in outer[0]["text"]:
+        call, stack = {"op": "Init", "on": "MPI", "class": ""}, outer
+    return {"state": WAITS if call else RUNS, "call": call, "stack": stack, "file": ""}
+
+
+def _is_answer(found: Any) -> bool:
+    if not _has(found, _ANSWER) or not all(_has(each, _FRAME_FIELDS) for each in found["stack"]):
+        return False
+    call = found["call"]
+    if call is None:
+        return True
+    members = call.get("members") or []
+    return _has(call, _CALL) and isinstance(members, list) and all(isinstance(rank, int) for rank in members)
+
+
+def _has(found: Any, fields: Mapping[str, Any]) -> bool:
+    return isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in fields.items())

@@ -1,0 +1,65 @@
+"""The guard of a watched job: a process beside rank 0 that reports and ends the job after its time limit.
+
+It runs outside of the ranks, as all of these may be in calls that keep Python's lock.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from mpishard.launch.job_notes import Failure, JobNotes
+from mpishard.watch.diagnosis import report
+from mpishard.watch.folder import ask, end_job, read_folder
+from mpishard.watch.sampler import WAITS
+
+GUARD = "--guard"
+# It reads the files of all ranks every twentieth of the time limit, and at most so often.
+_SHARE, _LOOK_S = 1 / 20, 0.5
+_ANSWER_S = 4.0
+# From the request to end the job until the guard kills rank 0, which ends it too.
+_ABORT_S = 4.0
+
+
+def start_guard(folder: Path, limit: float) -> None:
+    """Start the guard of this job in rank 0, whose end closes the guard's input."""
+    theirs, _ = os.pipe()  # plain numbers, since Python closes its files long before MPI_Finalize has ended
+    command = [sys.executable, "-m", "mpishard.watch", GUARD, str(folder), str(limit)]
+    process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL)
+    process.returncode = 0  # nobody waits for it, and Python is not to warn of that
+    os.close(theirs)
+
+
+def guard(folder: Path, limit: float) -> int:
+    """Watch the waits of all ranks until rank 0 ends, or end the job; returns an exit code."""
+    parent, every = os.getppid(), max(_LOOK_S, _SHARE * limit)
+    while not select.select([sys.stdin], [], [], every)[0] and os.getppid() == parent:
+        if _longest_wait(folder) <= limit:
+            continue
+        asked = ask(folder, _ANSWER_S)
+        waits = [float(answer["seconds"]) for answer in asked.answers if answer["state"] == WAITS]
+        if max(waits, default=0.0) <= limit:
+            continue
+        text = "\n".join(report(asked.answers, asked.absent, asked.ranks))
+        print(f"mpishard: a rank has waited longer than {limit:g} s (--timeout); the job ends\n{text}", file=sys.stderr)
+        sys.stderr.flush()
+        time.sleep(0.2)  # launchers drop output that is still in the pipe when the job is aborted
+        if (notes := JobNotes.from_environment()) is not None:
+            notes.note_failure(Failure("TimeoutError", text.splitlines()[-1], "a call of MPI", 0))
+        end_job(folder, asked)
+        # The ranks abort the job, unless all are in calls that keep Python's lock.
+        if not select.select([sys.stdin], [], [], _ABORT_S)[0] and os.getppid() == parent:
+            os.kill(parent, signal.SIGKILL)
+        return 1
+    return 0
+
+
+def _longest_wait(folder: Path) -> float:
+    """The longest wait now of a rank, if all have stayed where they were at their last answers."""
+    now, answers = time.time(), read_folder(folder).answers
+    return max((now - each["time"] + each["seconds"] for each in answers if each["state"] == WAITS), default=0.0)

@@ -1,0 +1,223 @@
+"""The thread of a watched rank that says where its main thread is, and the file that says so where it cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import linecache
+import os
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from mpishard.io.files import open_to_append, time_of, write_note
+from mpishard.launch.detection import Launch
+from mpishard.launch.job_notes import JobNotes
+from mpishard.launch.script import NOT_USERS, main_frame
+from mpishard.watch.calls import call_in, loaded_mpi
+
+REQUEST, END, PROCESSES, WHERE, STACK = "why", "end.json", "processes", ".where.json", ".stack"
+RUNS, WAITS, ENDED, FAILED = "runs", "waits", "ended", "failed"
+# How often the thread looks; it is also how precisely it knows how long the main thread has been in a call.
+_LOOK_S = 1.0
+_LONG_S = 15.0
+# If the thread cannot look for this many seconds, the stack is written without it.
+FROZEN_S = 5.0
+# Between the ranks, of which the first that can ends the job: Open MPI's launcher may not end after several aborts.
+_TURN_S, _TURNS = 0.5, 5
+_DEEP = 20
+_FOLDER = str(Path(__file__).parent) + os.sep
+_RUNNERS = (_FOLDER, str(Path(__file__).parents[1] / "launch" / "worker.py"), "<frozen runpy>")
+# Calls of the system that wait for a file, by their numbers on each machine; the first argument is a descriptor if the
+# name is not marked.
+_FILE_CALLS = {
+    "x86_64": {0: "read", 1: "write", 17: "pread", 18: "pwrite", 19: "read", 20: "write", 73: "flock", 72: "fcntl"}
+    | {74: "fsync", 75: "fdatasync", 3: "close", 77: "ftruncate", 78: "readdir", 217: "readdir", 5: "fstat"}
+    | {2: "open*", 257: "open*", 4: "stat*", 6: "stat*", 262: "stat*", 332: "stat*", 87: "unlink*", 82: "rename*"},
+    "aarch64": {63: "read", 64: "write", 67: "pread", 68: "pwrite", 65: "read", 66: "write", 32: "flock", 25: "fcntl"}
+    | {82: "fsync", 83: "fdatasync", 57: "close", 46: "ftruncate", 61: "readdir", 80: "fstat"}
+    | {56: "open*", 79: "stat*", 291: "stat*", 35: "unlink*", 38: "rename*"},
+}
+
+
+class Sampler(threading.Thread):
+    """Answers, in a file of the folder, where the main thread of this rank is.
+
+    It answers when it is asked, which is a new file ``why`` in the folder, and asks all ranks when this one has waited
+    for long in a call of MPI.  A call that keeps Python's lock stops it, as MPI_Init and the first collective of
+    pickled objects do; then the stack is written into a file of its own.
+    """
+
+    def __init__(self, folder: Path, launch: Launch, notes: JobNotes | None, limit: float | None) -> None:
+        super().__init__(name="mpishard-watch", daemon=True)
+        self.launch, self.process = launch, os.getpid()
+        name = f"{os.uname().nodename}-{self.process}"
+        self._notes = notes if launch.rank == 0 else None  # until it is noted that the program has started MPI
+        self._job = notes
+        # After a wait of this many seconds, and after each further one, this rank asks all where they are.
+        self._patience = _LONG_S if limit is None else min(_LONG_S, limit / 2)
+        self._request = folder / REQUEST
+        self._end = None if limit is None else folder / END
+        self._path = folder / PROCESSES / f"{name}{WHERE}"
+        self._stack_path = self._path.with_name(f"{name}{STACK}")
+        self._stack = -1
+        self._began = time.time()
+        self._asked = time_of(self._request)
+        self._over = threading.Event()
+        self._moved = time.monotonic()  # when the main thread last ran code of Python
+        self._is_pending = self._is_stuck = False
+        # Python's main thread calls it as soon as it is in no call of C.
+        self._note_move = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._moves)
+        self._has_timer = True
+
+    def watch(self) -> None:
+        """Begin; in the main thread, before the program."""
+        self._stack = open_to_append(self._stack_path)
+        os.ftruncate(self._stack, 0)
+        self._leave_timer_to_program()
+        self._write(self._answer(RUNS))
+        self.start()
+
+    def end(self, code: int | None, error: str = "") -> None:
+        """Note the end of the program, after which the process may still wait in MPI_Finalize."""
+        self._over.set()
+        self.join()
+        if self._has_timer:
+            faulthandler.cancel_dump_traceback_later()
+        os.ftruncate(self._stack, 0)
+        self._write(self._answer(FAILED if error else ENDED) | {"code": code, "error": error})
+
+    def run(self) -> None:
+        while not self._over.is_set():
+            if self._has_timer:
+                faulthandler.dump_traceback_later(FROZEN_S, file=self._stack)
+            self._is_stuck = self._is_pending  # the main thread has run no code of Python since the last look
+            if not self._is_pending:
+                self._is_pending = True
+                ctypes.pythonapi.Py_AddPendingCall(self._note_move, None)
+            # A shared disk may fail for a while, and a program may have what nobody has thought of.
+            with contextlib.suppress(Exception):
+                self._look()
+            self._over.wait(_LOOK_S)
+
+    def _look(self) -> None:
+        if os.fstat(self._stack).st_size:  # it was written while the main thread kept the lock
+            os.ftruncate(self._stack, 0)
+        if self._notes is not None and running_mpi() is not None:
+            self._notes.note_started()
+            self._notes = None
+        if self._end is not None and self._end.exists():
+            self._end_job()
+        asked = time_of(self._request)
+        if min(self._seconds(), time.time() - asked) > self._patience and self._call() is not None:
+            write_note(self._request, None)
+            asked = time_of(self._request)
+        if asked <= self._asked:
+            return
+        self._asked = asked
+        self._write(self._answer())
+
+    def _end_job(self) -> None:
+        """Abort the job, as its guard asks after its time limit; where only the main thread may, the guard kills."""
+        if self._job is not None:
+            self._job.note_aborted()
+        mpi = running_mpi()
+        if mpi is not None and mpi.Query_thread() == mpi.THREAD_MULTIPLE:
+            time.sleep(_TURN_S * min(self.launch.rank, _TURNS))
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPICH prints from this process that MPI_Abort was called
+            mpi.COMM_WORLD.Abort(1)
+
+    def _moves(self, _: object) -> int:
+        self._moved = time.monotonic()
+        self._is_pending = False
+        return 0
+
+    def _seconds(self) -> float:
+        """Seconds for which the main thread has run no code of Python."""
+        return time.monotonic() - self._moved if self._is_stuck else 0.0
+
+    def _call(self) -> dict[str, Any] | None:
+        with main_frame() as frame:
+            return None if frame is None else call_in(frame)
+
+    def _answer(self, state: str = "") -> dict[str, Any]:
+        seconds = self._seconds()
+        rank, ranks = self.launch.rank, self.launch.ranks
+        mpi = None if state else running_mpi()
+        if mpi is not None:  # a launcher of another MPI has made worlds of one rank
+            rank, ranks = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
+        call, stack = None, []
+        with main_frame() as frame:
+            if frame is not None and not state:
+                stack, call = _stack(frame), call_in(frame)
+        return {
+            "time": round(time.time(), 3),
+            "began": round(self._began, 3),
+            "rank": rank,
+            "ranks": ranks,
+            "host": os.uname().nodename,
+            "process": self.process,
+            "thread": threading.main_thread().ident,
+            "state": state or (WAITS if call is not None and seconds else RUNS),
+            "seconds": round(seconds, 1),
+            "call": call,
+            "stack": stack,
+            "file": _file_call() if not state and call is None and seconds else "",
+        }
+
+    def _write(self, answer: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            write_note(self._path, answer)
+
+    def _leave_timer_to_program(self) -> None:
+        """Python has one timer for stacks: as soon as the program wants it, it is the program's."""
+        really_dump = faulthandler.dump_traceback_later
+
+        def dump(*arguments: Any, **options: Any) -> None:
+            if threading.current_thread() is not self:
+                self._has_timer = False
+            really_dump(*arguments, **options)
+
+        faulthandler.dump_traceback_later = dump
+
+
+def running_mpi() -> Any:
+    """The module mpi4py.MPI between MPI_Init and MPI_Finalize; else None."""
+    mpi = loaded_mpi()
+    return mpi if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
+
+
+def is_runner(file: str) -> bool:
+    """Return True for files that run the program, whose frames say nothing about it."""
+    return file.startswith(_RUNNERS)
+
+
+def _stack(frame: FrameType | None) -> list[dict[str, Any]]:
+    """The frames of the program from the innermost outwards, each with its line; `own`: it is no library's."""
+    found: list[dict[str, Any]] = []
+    while frame is not None and len(found) < _DEEP:
+        code, line = frame.f_code, frame.f_lineno
+        if not is_runner(code.co_filename):
+            text = linecache.getline(code.co_filename, line or 0, frame.f_globals).strip()
+            own = not code.co_filename.startswith(NOT_USERS)
+            found.append({"file": code.co_filename, "line": line, "name": code.co_name, "text": text, "own": own})
+        frame = frame.f_back
+    return found
+
+
+def _file_call() -> str:
+    """The call of the system in which the main thread waits for a file, with its path; "" if it is in none."""
+    calls = _FILE_CALLS.get(os.uname().machine, {})
+    with contextlib.suppress(OSError, ValueError, IndexError):  # not every system tells
+        task = Path(f"/proc/self/task/{threading.main_thread().native_id}")
+        words = (task / "syscall").read_text().split()
+        name = calls.get(int(words[0]), "")
+        if name.endswith("*"):
+            return name[:-1]
+        if name:
+            path = os.readlink(f"/proc/self/fd/{int(words[1], 16)}")
+            return "" if path.startswith(("pipe:", "socket:", "anon_inode:")) else f"{name} of {path}"
+    return ""
