@@ -321,6 +321,8 @@ class GradientReducer:
         self.on_demand = on_demand
         self.overlap: bool = overlap
         self.inspector: Inspector | None = None
+        # Called with each bucket of each micro-batch of a reproducible run, before it is added to any other.
+        self.watch: Callable[[Bucket, Array], None] | None = None
         self.phase: GradientPhase = GradientPhase.ACCUMULATING
         self.accumulation = Accumulation()  # gradients of the caller that wait for an update
         # Passes within `no_sync` since the last `reset`.  Ranks compare their number where all passes are summed.
@@ -538,6 +540,9 @@ class GradientReducer:
         Returns uninitialised memory for the next one.
         """
         (order,) = self._tracker.orders
+        if self.watch is not None:
+            for bucket in self.buckets:
+                self.watch(bucket, flat[bucket.start : bucket.stop])
         return self.memory.push_external(flat, self._microbatches.push(order))
 
     def begin_input_gradient(self, virtual_stage: int) -> None:
@@ -597,6 +602,8 @@ class GradientReducer:
         buckets = self.buckets[order.first : order.last + 1]
         for bucket in reversed(buckets):
             gradient = self.memory.zero_missing(bucket)
+            if self.watch is not None:
+                self.watch(bucket, gradient)
             if self._sums is not None:
                 self._sums.sum_copies(bucket, gradient)
         self.memory.push(buckets, tree_merges)
@@ -621,6 +628,8 @@ class GradientReducer:
             gradient = self.memory.zero_missing(bucket)
             earlier: Sequence[Array] = ()
             if self._reproducible:
+                if self.watch is not None:
+                    self.watch(bucket, gradient)
                 if sums is not None:
                     sums.sum_copies(bucket, gradient)
                 earlier = self._microbatches.complete(order, bucket, gradient)
