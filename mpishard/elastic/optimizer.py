@@ -245,7 +245,7 @@ class ElasticOptimizer:
                 audit if named else number("audit", audit, above=0, most=1, otherwise=f"{REPLICAS!r}")
             )
             if self._choice is not None and audit is not None:
-                raise ValueError("audit= is for workers of one rank, and layouts= for a mesh that changes; leave one out")
+                raise ValueError("audit= is for workers of one rank, layouts= for other meshes; leave one out")
             same |= {
                 **optimizer.config.settings(),
                 **self._settings,
@@ -393,8 +393,8 @@ class ElasticOptimizer:
         TypeError
             If `problem` is a function without `layouts`, or none with `layouts`.
         ValueError, OSError
-            On every rank, if the run's folder cannot hold a ``control`` folder that belongs to the user; ValueError also
-            if an `audit` does not fit the optimizer or the problem.
+            On every rank, if the run's folder cannot hold a ``control`` folder that belongs to the user, or an `audit`
+            does not fit the optimizer or the problem.
         RuntimeError
             On every rank, if an `audit` finds a difference and no majority, as of two workers, or fewer than
             `min_workers` are left.

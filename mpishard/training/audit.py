@@ -1,14 +1,14 @@
-"""An audit of a reproducible run: a share of the micro-batches is computed by a second rank too, and compared.
+"""Audits of a run, which find a rank that computes wrongly without a word.
 
-Processors are known to give wrong numbers without a word (Hochschild et al., "Cores that don't count", HotOS 2021).  The
-gradient of a micro-batch has the same bits on whichever rank computes it, so that any rank can check another one.
+Some processors do (Hochschild et al., "Cores that don't count", HotOS 2021).  In a reproducible run the gradient of a
+micro-batch has the same bits on whichever rank computes it, so that any rank can check another one: `AuditedRunner`.
 
-Another audit, `compare_replicas`, is of what all ranks hold: a bit of it may flip in the memory of one.
+It does so in rounds.  In a round each rank computes a micro-batch of one other rank, so that the share of micro-batches
+is also the share of time.  `draw` says who computes what again, from the number of the step alone.  Compared are
+digests of the gradient, before it is added to anything, and of the loss.  Where two differ all ranks compute that
+micro-batch, and the majority is right: `verdict`.
 
-The first goes in rounds.  In a round each rank computes a micro-batch of one other rank, so that the share is also the
-share of time.  `draw` says who computes what again, from the number of the step alone.  What is compared are digests of
-the gradient, before it is added to anything, and of the loss.  Where two differ, all ranks compute that micro-batch, and
-most of them are right (`verdict`).
+A bit may also flip in memory: `compare_replicas` compares what all ranks hold.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from mpishard.arguments import listed
 from mpishard.backend import array as arrays
 from mpishard.backend.random import key, permuted
 from mpishard.comm.agreement import DeferredError, agree_on_settings
+from mpishard.comm.axis import Axis
 from mpishard.data.sampling import micro_batches
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.io import log
@@ -89,7 +90,7 @@ def draw(share: float, assignment: TermAssignment, step: int) -> list[Check]:
 
 
 def expected_steps(share: float, parts: int, ranks: int) -> tuple[float, int]:
-    """The steps until a rank that is always wrong is seen, on average and at most, with `parts` micro-batches a step."""
+    """The steps until a rank that is always wrong is seen, on average and at most; `parts`: micro-batches a step."""
     if share == 1:
         return 1.0, 1
     period = ranks / (share * parts)
@@ -121,14 +122,6 @@ class WrongPart(RuntimeError):
 # The checks of a run.
 
 
-class _Witness(NamedTuple):
-    """What a rank has found when all have computed a micro-batch, and where it is."""
-
-    digest: int
-    host: str
-    process: int
-
-
 class AuditedRunner(StepRunner):
     """A `StepRunner` some of whose micro-batches other ranks check, and which checks some of theirs.
 
@@ -156,7 +149,7 @@ class AuditedRunner(StepRunner):
 
     @property
     def facts(self) -> dict[str, float]:
-        """For the record: the share, and the steps until a rank that is always wrong is seen, on average and at most."""
+        """For the record: the share, and the steps until a rank that is always wrong is seen."""
         parts = len(micro_batches(np.empty(self.problem.batch_size), self.problem.micro_batch_size))
         mean, most = expected_steps(self._share, parts, self.axis.size)
         return {"share": self._share, "mean_steps": round(mean, 2), "most_steps": most}
@@ -194,7 +187,7 @@ class AuditedRunner(StepRunner):
         if self.axis.rank == 0:
             log.inform(text)
 
-    # -- a step ---------------------------------------------------------------------------------------------------------
+    # -- a step -------------------------------------------------------------------------------------------------------
 
     def losses_and_gradient(self, batch: np.ndarray) -> tuple[np.ndarray, int]:
         """As that of `StepRunner`.  Raises WrongPart on all ranks where two have computed a micro-batch differently."""
@@ -245,7 +238,10 @@ class AuditedRunner(StepRunner):
             carried.restore(before)
         found = _digest(np.array([loss]))
         for bucket in self.reducer.buckets:
-            own = self.reducer.memory.zero_missing(bucket) if self.of_model else self._gradients[_span(bucket)]
+            if self.of_model:
+                own = self.reducer.memory.zero_missing(bucket)
+            else:
+                own = self._gradients[bucket.start : bucket.stop]
             found ^= _digest(own, bucket)
         self.parameters.reset_gradients()
         return found
@@ -254,7 +250,7 @@ class AuditedRunner(StepRunner):
     def _step(self) -> int:
         return self.optimizer.clock + 1
 
-    # -- what comes of it -----------------------------------------------------------------------------------------------
+    # -- what comes of it ---------------------------------------------------------------------------------------------
 
     def _compare(self) -> None:
         """Compare the step's digests, before anything comes of its gradients.  Collective over the data axis."""
@@ -270,12 +266,9 @@ class AuditedRunner(StepRunner):
 
     def _judged(self, check: Check, first: tuple[int, int]) -> WrongPart:
         """Have all ranks compute a micro-batch, and find who was wrong.  Collective over the data axis."""
-        own = _Witness(self._compute_alone(check.part), platform.node(), os.getpid())
-        witnesses = self.axis.allgather_object(own)
-        again = [each.digest for each in witnesses]
-        wrong = verdict(check, first, again)
+        again = self.axis.allgather_object(self._compute_alone(check.part))
+        names, wrong = _names(self.axis), verdict(check, first, again)
         part = f"micro-batch {check.part} of step {self._step} (samples {listed(self._micro[check.part])})"
-        names = [f"rank {rank} on {each.host} (pid {each.process})" for rank, each in enumerate(witnesses)]
         if wrong is None:
             changed = [names[rank] for rank, found in zip(check[1:], first, strict=True) if found != again[rank]]
             return WrongPart(
@@ -288,8 +281,8 @@ class AuditedRunner(StepRunner):
         right = min(self._seen_right.get(rank, 0) for rank in wrong)
         seen = f"after step {right}, the last one in which it was seen right," if right else "before"
         return WrongPart(
-            f"the audit found {part} computed wrongly by {listed(names[rank] for rank in wrong)}; steps and checkpoints "
-            f"{seen} may have wrong parts of it",
+            f"the audit found {part} computed wrongly by {listed(names[rank] for rank in wrong)}; steps and "
+            f"checkpoints {seen} may have wrong parts of it",
             wrong,
         )
 
@@ -327,20 +320,21 @@ def compare_replicas(optimizer: ShardedOptimizer) -> None:
         digest, votes = Counter(found).most_common(1)[0]
         if votes == axis.size:
             continue
-        hosts = axis.allgather_object((platform.node(), os.getpid()))
-        names = [f"rank {rank} on {host} (pid {process})" for rank, (host, process) in enumerate(hosts)]
-        last = max(0, step - REPLICAS_EVERY)
-        since = f"after step {last} or later; steps since then may have wrong parts of it"
+        names = _names(axis)
+        since = f"steps and checkpoints after step {max(0, step - REPLICAS_EVERY)} may have wrong parts of it"
         if axis.size < 3 or 2 * votes <= axis.size:
-            raise WrongPart(f"{shard.kind} of {listed(names)} differ, without a majority, {since}", [])
+            text = f"the audit found other {shard.kind} on each of {listed(names)}, and no majority; {since}"
+            raise WrongPart(text, [])
         axis.broadcast(shard.array, root=found.index(digest), label="audit")
         wrong = listed(name for name, own in zip(names, found, strict=True) if own != digest)
         if axis.rank == 0:
-            log.warn(f"the audit found other {shard.kind} on {wrong}, and took them from the others: a bit flipped {since}")
+            log.warn(f"the audit found other {shard.kind} on {wrong}, which takes those of the others; {since}")
 
 
-def _span(bucket: Bucket) -> slice:
-    return slice(bucket.start, bucket.stop)
+def _names(axis: Axis) -> list[str]:
+    """The ranks of an axis with their hosts and processes, for messages.  Collective."""
+    places = axis.allgather_object((platform.node(), os.getpid()))
+    return [f"rank {rank} on {host} (pid {process})" for rank, (host, process) in enumerate(places)]
 
 
 def _digest(array: Array, bucket: Bucket | None = None) -> int:

@@ -41,7 +41,7 @@ class TrainingRun:
     Creation is collective over the optimizer's mesh.  `scaling` says how batch size and learning rate follow the number
     of workers.  `begins` is False in a process that joins a running job, where `restore` gives it the progress of the
     run.  With `transactional`, the loop ends each step with an agreement of all ranks: then all know the loss of every
-    step, and an error of one rank alone reaches the others. 
+    step, and an error of one rank alone reaches the others.
 
     `audit`: the share of an `AuditedRunner`, or REPLICAS, where the loop compares what all ranks hold; None: neither.
 

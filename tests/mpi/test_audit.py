@@ -129,7 +129,7 @@ def test_the_odd_one_is_put_out_and_its_part_taken_from_others(mesh, make_proble
     found, workers = trained(mesh, make_problem, kind, 1.0, strategy)
     assert found == alone(make_problem)
     expected = {step: ranks - (step >= LATER) for step in range(1, OPTIONS["steps"] + 1)}
-    before = {step: ranks for step in range(1, LATER)}
+    before = dict.fromkeys(range(1, LATER), ranks)
     assert workers == [before if rank == WRONG else expected for rank in range(ranks)]
     told = [line for line in capfd.readouterr().err.splitlines() if "computed wrongly" in line]
     for message in mesh.world.comm.allreduce(told):
@@ -160,7 +160,10 @@ def test_right_ranks_raise_no_alarm(mesh, make_problem, share, capfd):
 def test_two_ranks_stop_and_name_the_part(comm):
     part = comm.Split(comm.rank < 2, comm.rank)
     if comm.rank < 2:
-        with mpishard.Mesh(part) as mesh, pytest.raises(RuntimeError, match=f"micro-batch .* of step {LATER} ") as found:
+        with (
+            mpishard.Mesh(part) as mesh,
+            pytest.raises(RuntimeError, match=f"micro-batch .* of step {LATER} ") as found,
+        ):
             trained(mesh, of_array, "always", 1.0)
         assert "rank 0 on" in str(found.value)
         assert "rank 1 on" in str(found.value)
@@ -200,7 +203,7 @@ def test_a_bit_that_flips_in_memory_is_mended(mesh, kind, capfd):
             array[3:4].view(np.uint64)[...] ^= np.uint64(1 << 40)
 
     if mesh.size == 2:
-        with pytest.raises(RuntimeError, match=f"{kind} of rank 0 on .*rank 1 on"):
+        with pytest.raises(RuntimeError, match=f"{kind} on each of rank 0 on .*rank 1 on"):
             optimizer.optimize(made, callback=flip, progress=False)
         pytest.skip("the rest needs three ranks")
     found = bits(optimizer.optimize(made, callback=flip, progress=False))
