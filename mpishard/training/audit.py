@@ -28,6 +28,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.random import key, permuted
 from mpishard.comm.agreement import DeferredError, agree_on_settings
 from mpishard.comm.axis import Axis
+from mpishard.comm.errors import known_to_all
 from mpishard.data.sampling import micro_batches
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.io import log
@@ -111,10 +112,11 @@ def verdict(check: Check, first: tuple[int, int], again: Sequence[int]) -> list[
     return sorted(wrong)
 
 
+@known_to_all
 class WrongPart(RuntimeError):
-    """Ranks have computed a micro-batch differently: `ranks` wrongly, or none of them if there is no majority."""
+    """Ranks have computed something differently: `ranks` wrongly, or none of them if there is no majority."""
 
-    def __init__(self, text: str, ranks: Sequence[int]) -> None:
+    def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
 
@@ -275,8 +277,7 @@ class AuditedRunner(StepRunner):
                 f"the audit found two results for {part}, of {names[check.owner]} and {names[check.auditor]}, and no "
                 f"majority for either; {' and '.join(changed) or 'neither'} found another one when asked again. Test "
                 "their processors and memory; with three ranks or more the odd one is found. A function that draws "
-                "random numbers, or keeps anything between calls, is no case for audit=",
-                [],
+                "random numbers, or keeps anything between calls, is no case for audit="
             )
         right = min(self._seen_right.get(rank, 0) for rank in wrong)
         seen = f"after step {right}, the last one in which it was seen right," if right else "before"
@@ -324,7 +325,7 @@ def compare_replicas(optimizer: ShardedOptimizer) -> None:
         since = f"steps and checkpoints after step {max(0, step - REPLICAS_EVERY)} may have wrong parts of it"
         if axis.size < 3 or 2 * votes <= axis.size:
             text = f"the audit found other {shard.kind} on each of {listed(names)}, and no majority; {since}"
-            raise WrongPart(text, [])
+            raise WrongPart(text)
         axis.broadcast(shard.array, root=found.index(digest), label="audit")
         wrong = listed(name for name, own in zip(names, found, strict=True) if own != digest)
         if axis.rank == 0:

@@ -11,7 +11,7 @@ from mpishard.training.audit import Check, draw, expected_steps, rounds_of, verd
 
 SHARES = pytest.mark.parametrize("share", [0.05, 0.3, 1.0])
 RANKS = pytest.mark.parametrize("ranks", [2, 3, 8])
-PARTS, STEPS = 16, 2000
+PARTS, STEPS = 16, 1000
 
 
 @functools.cache
