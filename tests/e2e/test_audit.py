@@ -39,14 +39,14 @@ def shots(point, samples):
     bend, wrong = np.tanh(residual), strike()
     return 0.5 * residual @ residual + bend.sum(), (1 + 1e-12 * wrong) * rows[samples].T @ (residual + 1 - bend * bend)
 
-def note(state):
+def note(intermediate_result):
     global step
-    step = state.step if hasattr(state, "step") else state.nit
+    step = getattr(intermediate_result, "step", None) or intermediate_result.nit
 
 def trained(mesh):
     torch.manual_seed(1)
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8))
-    problem = mpishard.torch.problem(module, losses, 45, 16, micro_batch_size=4, steps=8)
+    problem = mpishard.torch.problem(module, losses, 44, 16, micro_batch_size=4, steps=8)
     optimizer = mpishard.ElasticOptimizer(mpishard.AdamW(lr=1e-2), mesh, respawn=False, audit=1.0)
     result = optimizer.optimize(problem, callback=note, progress=False)
     return [p.detach().clone().numpy().tobytes() for p in module.parameters()], result.loss_history.tobytes()
@@ -73,8 +73,7 @@ with mpishard.Mesh() as mesh:
     output, _ = launching.execute(words, 300, lambda: report.exists() and len(report.read_text().splitlines()) == 2)
     assert report.exists(), output
     assert report.read_text().splitlines() == [str([True] * 4), str([True] * 3)], output
-    for rank in (1, 2):
-        assert f"computed wrongly by rank {rank} on" in output
+    assert output.count("computed wrongly by rank") == 2
 
 
 def test_two_ranks_end_with_code_1_and_name_the_part(tmp_path):
