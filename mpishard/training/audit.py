@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 
 from mpishard.arguments import listed
 from mpishard.backend import array as arrays
@@ -340,5 +339,7 @@ def _names(axis: Axis) -> list[str]:
 
 def _digest(array: Array, bucket: Bucket | None = None) -> int:
     """A hash of a bucket's gradient, or of a loss, that fits int64; at least 0."""
+    import xxhash  # imported at the first use, not with the package
+
     values = np.ascontiguousarray(arrays.to_host(array))
     return xxhash.xxh3_64_intdigest(values.data, seed=0 if bucket is None else bucket.index + 1) >> 2

@@ -17,7 +17,7 @@ PARTS, STEPS = 16, 1000
 @functools.cache
 def drawn(share, ranks):
     assignment = TermAssignment(PARTS, ranks)
-    return assignment, [draw(share, assignment, step) for step in range(1, STEPS + 1)]
+    return assignment, [draw(share, assignment, step) for step in range(1, (STEPS if share < 1 else 100) + 1)]
 
 
 @SHARES
@@ -65,7 +65,7 @@ def test_the_steps_until_a_rank_is_checked_are_as_said(share, ranks):
     """From each step on, until the next one with a check."""
     _, steps = drawn(share, ranks)
     waits, following = [], None
-    for step in reversed(range(STEPS)):
+    for step in reversed(range(len(steps))):
         following = step if steps[step] else following
         waits += [] if following is None else [following - step + 1]
     mean, most = expected_steps(share, PARTS, ranks)
