@@ -32,6 +32,7 @@ from mpishard.elastic.transactions import Agreements, RunStatus, Transactions
 from mpishard.io import log
 from mpishard.layout.tensors import WHOLE
 from mpishard.training import Scaling
+from mpishard.training.audit import REPLICAS, WrongPart, compare_replicas
 from mpishard.training.objective import Objective, RunOptions
 from mpishard.training.run import TrainingRun
 
@@ -71,6 +72,7 @@ class ElasticLoop:
             Scaling(elastic_options.scaling, first),
             begins=not joins,
             transactional=True,
+            audit=elastic_options.audit,
         )
         chooses = elastic_options.choice is not None
         # Where the mesh may change, a worker is a process, which can take any place in the model.
@@ -158,7 +160,12 @@ class ElasticLoop:
         if transactions.status.is_decided:
             training.save_best()
             began = time.perf_counter()
-            outcome = transactions.take_step()
+            try:
+                if self._run.options.audit == REPLICAS:
+                    compare_replicas(training.optimizer)
+                outcome = transactions.take_step()
+            except WrongPart as found:
+                return self._put_out(found)
             training.evaluate()
             decisions.stop_request = training.stop_request(transactions.status.committed_step, outcome)
             decisions.decide()
@@ -235,6 +242,23 @@ class ElasticLoop:
             run.membership.order(order)
         self._order = order
         return PhaseEvent.ORDERED
+
+    def _put_out(self, found: WrongPart) -> PhaseEvent:
+        """Have the ranks leave that the audit has found; the others take the step again, which has come to nothing.
+
+        Collective over the workers.  Raises WrongPart on all processes if it has found none, or too few are left.
+        """
+        run = self._run
+        run.transactions.rollback()
+        if found.ranks:
+            run.decisions.put_out(found.ranks)
+        able, least = run.membership.roles.able, run.options.target.min_workers
+        if not found.ranks or able < least:
+            run.training.deferred_error.error = found
+            run.training.deferred_error.raise_on_all()
+        if run.membership.rank == 0:
+            log.warn(f"{found}; the others take the step again")
+        return self._pass_on(PhaseEvent.WORKS)
 
     def _give_way(self, seconds: float) -> None:
         """Sleep after a step of `seconds` s if workers share their cores with processes that start there.

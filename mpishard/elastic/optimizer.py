@@ -32,6 +32,7 @@ from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.record import RunRecord
 from mpishard.training import OptimizationProblem, Scaling
+from mpishard.training.audit import REPLICAS
 from mpishard.training.objective import Objective
 
 if TYPE_CHECKING:
@@ -123,6 +124,12 @@ class ElasticOptimizer:
         ``rebuild(mesh)``, for functions that have made something of the communicators of the mesh, such as a domain
         that the ranks of `mesh.tensor` share: called on all workers, also those that have joined, after these
         communicators were made anew, before the next step.  It may communicate.
+    audit : float or "replicas", optional
+        Finds a worker that computes wrongly.  A number above 0, at most 1: the share of the micro-batches that a second
+        worker computes too, drawn anew in each step.  Where the bits differ all workers compute that micro-batch.  Who
+        is not with the majority is named, with host and step, and works no more; the others take the step again.  For
+        DDP and ZeRO-1 with ``reproducible=True`` on a data axis alone.  "replicas": every 10 steps parameters, and
+        under DDP state, of all workers are compared, and who differs takes them from the majority.
 
     Raises
     ------
@@ -130,7 +137,8 @@ class ElasticOptimizer:
         If a rule has no `config`, an optimizer has one, or an argument is of another type than above.
     ValueError
         If the limits are not ``1 <= min_workers <= max_workers``, there are fewer than `min_workers`, another number is
-        out of its range, the mesh was made by `reshaped`, or `layouts` is given with a `scaling` that is not constant.
+        out of its range, the mesh was made by `reshaped`, or `layouts` is given with an `audit`, or with a `scaling`
+        that is not constant.
 
     Notes
     -----
@@ -176,6 +184,7 @@ class ElasticOptimizer:
         | Literal["auto"]
         | None = None,
         rebuild: Callable[[Mesh], object] | None = None,
+        audit: float | Literal["replicas"] | None = None,
     ) -> None:
         mesh = _mesh_of(optimizer, config)
         with opening(mesh.world, "ElasticOptimizer") as same:
@@ -231,6 +240,12 @@ class ElasticOptimizer:
                     f"scaling={scaling!r} follows the data ranks, whose number jumps where the mesh changes its shape; "
                     "leave it out with layouts"
                 )
+            named = audit is None or audit == REPLICAS
+            self.audit: float | str | None = (
+                audit if named else number("audit", audit, above=0, most=1, otherwise=f"{REPLICAS!r}")
+            )
+            if self._choice is not None and audit is not None:
+                raise ValueError("audit= is for workers of one rank, layouts= for other meshes; leave one out")
             same |= {
                 **optimizer.config.settings(),
                 **self._settings,
@@ -243,7 +258,7 @@ class ElasticOptimizer:
     @property
     def _settings(self) -> dict[str, Any]:
         """What can be changed until `optimize`, and all ranks must have alike."""
-        names = "min_workers", "max_workers", "respawn", "scaling"
+        names = "min_workers", "max_workers", "respawn", "scaling", "audit"
         return {name: getattr(self, name) for name in names} | {"folder": str(self.folder)}
 
     @property
@@ -378,7 +393,11 @@ class ElasticOptimizer:
         TypeError
             If `problem` is a function without `layouts`, or none with `layouts`.
         ValueError, OSError
-            On every rank, if the run's folder cannot hold a ``control`` folder that belongs to the user.
+            On every rank, if the run's folder cannot hold a ``control`` folder that belongs to the user, or an `audit`
+            does not fit the optimizer or the problem.
+        RuntimeError
+            On every rank, if an `audit` finds a difference and no majority, as of two workers, or fewer than
+            `min_workers` are left.
         """
         with opening(self.mesh.world, "ElasticOptimizer.optimize") as same:
             folder = self._folder(checkpoints)
@@ -406,6 +425,7 @@ class ElasticOptimizer:
                 choice=self._choice,
                 build=build,
                 rebuild=self._rebuild,
+                audit=self.audit,
             )
             joins = is_joining()
             if joins:  # it waits for the run while the loop is made; others have the time limit there

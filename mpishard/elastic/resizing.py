@@ -10,7 +10,7 @@ launcher's option (`mpishard.comm.capabilities.heals_in_place`); the loop, which
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,6 +136,12 @@ class Decisions:
             reason = "signal" if membership.roles.able < target.min_workers else ""
         self._transactions.decide(reason)
 
+    def put_out(self, ranks: Collection[int]) -> None:
+        """Have these workers leave with the next order, as after a signal.  Called by all workers."""
+        membership = self._membership
+        membership.let_go([rank in ranks for rank in range(membership.roles.working)])
+        self._target.cap_workers(membership.roles.able)
+
     def next_order(self) -> Order | None:
         """The order that changes the workers to the wanted number, None without a change; the same on all workers."""
         membership = self._membership
@@ -171,6 +177,7 @@ class ElasticOptions:
     choice: MeshChoice | None = None  # None: the tensor and pipeline sizes stay
     build: Callable[[Mesh], Objective[Any]] | None = None  # makes the problem for a mesh; given with `choice`
     rebuild: Callable[[Mesh], object] | None = None  # makes what functions have made of the communicators of the mesh
+    audit: float | str | None = None  # the share of micro-batches that two workers compute, or REPLICAS
 
 
 @dataclass(frozen=True)
@@ -311,6 +318,7 @@ class Resizing:
         model = f"{parameters.description} ({number:x})"
         own: dict[str, object] = {} if chooses else dict(parameters.model_settings)
         own |= {"model": model, **training.problem.settings, "scaling": self._run.options.scaling}
+        own["audit"] = self._run.options.audit
         evaluation = training.validation.evaluation
         own["stop_early"] = training.stop_early
         own["evaluation"] = None if evaluation is None else evaluation.settings

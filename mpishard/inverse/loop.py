@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpishard.record import RunRecord
 
 Array = Any
-_ELASTIC_OPTIONS = ("min_workers", "max_workers", "folder", "discover", "failure_timeout", "respawn", "rebuild")
+_ELASTIC_OPTIONS = "min_workers max_workers folder discover failure_timeout respawn rebuild audit".split()
 
 
 class ElasticArguments(NamedTuple):

@@ -146,10 +146,10 @@ def minimize(
         rank's part of it.
     elastic : bool or mapping
         With a mesh: True, or a dictionary of the options ``min_workers``, ``max_workers``, ``folder``, ``discover``,
-        ``failure_timeout``, ``respawn`` and ``rebuild`` of `ElasticOptimizer`, makes a run that outlives its ranks,
-        with the bits of an undisturbed one.  Without `samples` each rank, or each group that shares a `Partition`,
-        computes the whole function.  `callback` is called on all ranks; an error in it, or in `fun` with samples, is
-        the end of its rank alone.  ``maxtime`` ends the loop after an evaluation.
+        ``failure_timeout``, ``respawn``, ``rebuild`` and ``audit`` of `ElasticOptimizer`, makes a run that outlives its
+        ranks, with the bits of an undisturbed one.  Without `samples` each rank, or each group that shares a
+        `Partition`, computes the whole function.  `callback` is called on all ranks; an error in it, or in `fun` with
+        samples, is the end of its rank alone.  ``maxtime`` ends the loop after an evaluation.
     checkpoints : Checkpoints, optional
         With a mesh: save the minimisation there after every N evaluations and Hessian products, also in the
         middle of a line search, and at the end.

@@ -127,6 +127,10 @@ class NoSync:
 # All of it together.
 
 
+def unseen(bucket: Bucket, gradient: Array) -> None:
+    """What a reducer calls where no one looks at a gradient."""
+
+
 class GradientReducer:
     """Owns the gradients of one model on one rank for the duration of a step.
 
@@ -158,8 +162,10 @@ class GradientReducer:
         self.overlap: bool = overlap
         self.progress: GradientProgress = GradientProgress(pieces, buckets, on_demand, accumulates, sums is not None)
         # Of who looks at a rank's gradients: called with a bucket before its sum, and in `reset`.
-        self.look: Callable[[Bucket, Array], None] = lambda bucket, gradient: None
+        self.look: Callable[[Bucket, Array], None] = unseen
         self.forget_looks: Callable[[], None] = lambda: None
+        # Called with each bucket of each micro-batch of a reproducible run, before it is added to any other.
+        self.watch: Callable[[Bucket, Array], None] = unseen
         self.accumulation = Accumulation()  # gradients of the caller that wait for an update
         self._sums: BucketSums = BucketSums() if sums is None else sums
         self._pending: list[tuple[Bucket, Array, PendingSum]] = []
@@ -352,6 +358,8 @@ class GradientReducer:
 
         Returns uninitialised memory for the next one.
         """
+        for bucket in self.buckets:
+            self.watch(bucket, flat[bucket.start : bucket.stop])
         return self.memory.push_external(flat)
 
     def begin_input_gradient(self, virtual_stage: int) -> None:
@@ -386,7 +394,9 @@ class GradientReducer:
         """Make a complete micro-batch a separate partial sum; the next one starts a separate gradient."""
         self.memory.partials[order.buckets[0].index].check(is_last=False)
         for bucket in reversed(order.buckets):
-            self._sums.sum_copies(bucket, self.completed(bucket))
+            gradient = self.completed(bucket)
+            self.watch(bucket, gradient)
+            self._sums.sum_copies(bucket, gradient)
         self.memory.push(order.buckets)
         self.progress.forget_buckets(order.buckets)
 
@@ -415,6 +425,7 @@ class GradientReducer:
             gradient = self.completed(bucket)
             earlier: Sequence[Array] = ()
             if self._reproducible:
+                self.watch(bucket, gradient)
                 sums.sum_copies(bucket, gradient)
                 earlier = self.memory.partials[bucket.index].complete(bucket, gradient)
             for partial in (*earlier, gradient):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
 from mpishard.io import log
 from mpishard.launch.exit_codes import note_run
 from mpishard.launch.signals import Interrupts
+from mpishard.training.audit import REPLICAS, AuditedRunner, check_replicas
 from mpishard.training.checkpoints import RunCheckpoints, RunProgress
 from mpishard.training.metrics import LossHistory, StepReport
 from mpishard.training.objective import Batches, Objective, RunOptions, Scaling, StopCondition, StopRequest
@@ -41,6 +43,8 @@ class TrainingRun:
     run.  With `transactional`, the loop ends each step with an agreement of all ranks: then all know the loss of every
     step, and an error of one rank alone reaches the others.
 
+    `audit`: the share of an `AuditedRunner`, or REPLICAS, where the loop compares what all ranks hold; None: neither.
+
     `deferred_error` is an error of the user's function or callback on this rank, until all ranks raise it.
     """
 
@@ -53,11 +57,13 @@ class TrainingRun:
         *,
         begins: bool = True,
         transactional: bool = False,
+        audit: float | str | None = None,
     ) -> None:
         self.problem = problem
         self.optimizer = optimizer
         self._callback = options.callback
         self._transactional = transactional
+        self._audit = audit
         workers = scaling.first
         optimizer.state.check_run(
             samples=problem.samples,
@@ -67,10 +73,14 @@ class TrainingRun:
         )
         self.batches = Batches(problem, optimizer.axis, scaling, in_order=optimizer.state.evaluates_one_function)
         self.deferred_error = DeferredError(optimizer.mesh.world, transactional)
-        self.runner = StepRunner(problem, optimizer, begins or optimizer.mesh.debug, self.deferred_error)
+        looks = begins or optimizer.mesh.debug
+        kind = partial(AuditedRunner, share=audit) if isinstance(audit, float) else StepRunner
+        self.runner: StepRunner = kind(problem, optimizer, looks, self.deferred_error)
         if begins:
             warn_if_initial_parameters_differ(optimizer.mesh, self.runner.parameters)
         self.runner.attach()
+        if audit == REPLICAS:
+            check_replicas(optimizer)
         optimizer.state.numerics.note_micro_batches(problem.micro_batch_size)
         self.batches.begin_after(optimizer.state.batches)
         self._samples_before = self.batches.position
@@ -322,6 +332,7 @@ class TrainingRun:
             "best": "validation loss" if self.checkpoints.keeps_best else None,
             "parameters": sum(spec.size for spec in self.runner.parameters.specs),
             "dtype": str(self.runner.parameters.dtype),
+            "audit": self.runner.facts if isinstance(self.runner, AuditedRunner) else self._audit,
             "resumed_steps": self._resumed_steps,
             "steps_before": self._steps_before,
             **optimizer.state.numerics.record,

@@ -520,6 +520,8 @@ TABLE = [
         {"respawn": False},
         {"rebuild": print},
         {"rebuild": 3},
+        {"audit": 0.5},
+        {"audit": 2},
         ({"optimizer": 3}, "rule"),
     ),
     *odd(

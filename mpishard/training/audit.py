@@ -1,0 +1,346 @@
+"""Audits of a run, which find a rank that computes wrongly without a word.
+
+Some processors do (Hochschild et al., "Cores that don't count", HotOS 2021).  In a reproducible run the gradient of a
+micro-batch has the same bits on whichever rank computes it, so that any rank can check another one: `AuditedRunner`.
+
+It does so in rounds.  In a round each rank computes a micro-batch of one other rank, so that the share of micro-batches
+is also the share of time.  `draw` says who computes what again, from the number of the step alone.  Compared are
+digests of the gradient, before it is added to anything, and of the loss.  Where two differ all ranks compute that
+micro-batch, and the majority is right: `verdict`.
+
+A bit may also flip in memory: `compare_replicas` compares what all ranks hold.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpishard.arguments import listed
+from mpishard.backend import array as arrays
+from mpishard.backend.random import key, permuted
+from mpishard.comm.agreement import DeferredError, agree_on_settings
+from mpishard.comm.axis import Axis
+from mpishard.comm.errors import known_to_all
+from mpishard.data.sampling import micro_batches
+from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.io import log
+from mpishard.layout.run_state import PARAMETERS
+from mpishard.parameters.buckets import Bucket
+from mpishard.parameters.reducer import unseen
+from mpishard.reduction.ordered import OrderedSums
+from mpishard.reduction.tree_sum import TermAssignment
+from mpishard.training.objective import Objective
+from mpishard.training.step_runner import StepRunner
+
+Array = Any
+# Periods from any moment to the next round, on average, where the round of each period comes at any moment of it.
+_MEAN_WAIT = 7 / 12
+
+
+REPLICAS = "replicas"  # the audit of what all ranks hold
+REPLICAS_EVERY = 10  # steps from one comparison to the next
+
+
+# Who computes what again: functions of the step alone, the same on all ranks.
+
+
+class Check(NamedTuple):
+    """A micro-batch of `owner` that `auditor` computes too; both are ranks of the data axis."""
+
+    part: int
+    owner: int
+    auditor: int
+
+
+def rounds_of(step: int, rate: float) -> int:
+    """The number of rounds in a step; on average `rate`, with one round in each period of ``1 / rate`` steps.
+
+    At which moment of its period a round comes is random, keyed by the number of the period.
+    """
+    begin, end = (step - 1) * rate, step * rate
+    moments = (period + key(0, "audit", period) / 2**64 for period in range(math.floor(begin), math.ceil(end)))
+    return sum(begin <= moment < end for moment in moments)
+
+
+def draw(share: float, assignment: TermAssignment, step: int) -> list[Check]:
+    """The checks of a step: in each round each rank is checked by one other rank, and checks one.
+
+    A rank has at most as many checks as micro-batches; with a `share` of 1 all micro-batches are checked.
+    """
+    ranks, own = assignment.ranks, [assignment.terms(rank) for rank in range(assignment.ranks)]
+    if ranks == 1:
+        return []
+    most = max(map(len, own))
+    rounds = most if share == 1 else min(most, rounds_of(step, share * assignment.total / ranks))
+    if not rounds:
+        return []
+    shifts = [1 + key(0, "auditor", step, number) % (ranks - 1) for number in range(rounds)]
+    found = []
+    for owner, parts in enumerate(own):
+        places = permuted(np.arange(min(rounds, len(parts))), len(parts), 0, "part", step, owner).tolist()
+        pairs = zip(places, shifts, strict=False)
+        found += [Check(parts[place], owner, (owner + shift) % ranks) for place, shift in pairs]
+    return found
+
+
+def expected_steps(share: float, parts: int, ranks: int) -> tuple[float, int]:
+    """The steps until a rank that is always wrong is seen, on average and at most; `parts`: micro-batches a step."""
+    if share == 1:
+        return 1.0, 1
+    period = ranks / (share * parts)
+    return max(1.0, _MEAN_WAIT * period + 0.5), math.ceil(2 * period)
+
+
+def verdict(check: Check, first: tuple[int, int], again: Sequence[int]) -> list[int] | None:
+    """The ranks that were wrong about a micro-batch, ascending; None if no majority says what is right.
+
+    `first` are the digests of its owner and its auditor, `again` those of all ranks, which then have computed it.  Of
+    two ranks neither is a majority, though one of them may have changed its mind.
+    """
+    digest, votes = Counter(again).most_common(1)[0]
+    if len(again) < 3 or 2 * votes <= len(again):
+        return None
+    wrong = {rank for rank, found in enumerate(again) if found != digest}
+    wrong |= {rank for rank, found in zip(check[1:], first, strict=True) if found != digest}
+    return sorted(wrong)
+
+
+@known_to_all
+class WrongPart(RuntimeError):
+    """Ranks have computed something differently: `ranks` wrongly, or none of them if there is no majority."""
+
+    def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+
+
+# The checks of a run.
+
+
+class AuditedRunner(StepRunner):
+    """A `StepRunner` some of whose micro-batches other ranks check, and which checks some of theirs.
+
+    `share` is above 0 and at most 1.
+    """
+
+    def __init__(
+        self,
+        problem: Objective[Any],
+        optimizer: ShardedOptimizer,
+        looks: bool,
+        deferred_error: DeferredError,
+        share: float,
+    ) -> None:
+        super().__init__(problem, optimizer, looks, deferred_error)
+        self._share = share
+        self._reported = 0  # the number of ranks in the last report
+        self._seen_right: dict[int, int] = {}  # by rank the last step in which a check found it right
+        # Of the step under way.
+        self._micro: list[np.ndarray] = []
+        self._checks: list[Check] = []
+        self._digests = np.empty((0, 2), np.int64)  # of owner and auditor, by check; 0 where others know them
+        self._numbers: dict[int, int] = {}  # of the checks of this rank's micro-batches
+        self._part = -1  # whose gradient the reducer sees next
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """For the record: the share, and the steps until a rank that is always wrong is seen."""
+        parts = len(micro_batches(np.empty(self.problem.batch_size), self.problem.micro_batch_size))
+        mean, most = expected_steps(self._share, parts, self.axis.size)
+        return {"share": self._share, "mean_steps": round(mean, 2), "most_steps": most}
+
+    def attach(self) -> None:
+        """As `StepRunner.attach`; ValueError on all ranks unless any can compute what another one has, bit by bit."""
+        super().attach()
+        optimizer, audit = self.optimizer, f"audit={self._share:g}"
+        if self.ordered is None:
+            raise ValueError(f"{audit} compares bits, and needs reproducible=True")
+        if self.problem.everywhere:
+            raise ValueError(f"{audit} is for samples that ranks share: give samples=N; ranks compare a whole function")
+        if self.together or self.reducer.on_demand or optimizer.strategy_class.workers_differ:
+            raise ValueError(
+                f"{audit} needs micro-batches that a rank computes alone: use DDP or ZeRO-1, on a mesh with a data "
+                f"axis alone; this is {optimizer.strategy_class.__name__} on {optimizer.mesh.sizes}"
+            )
+        numerics = optimizer.state.numerics
+        remedy = f"leave {audit} out, or use nodes of one kind"
+        agree_on_settings(optimizer.world, numerics.own, what="arithmetic, whose bits an audit compares", remedy=remedy)
+        self._seen_right.clear()  # ranks have other numbers now
+
+    def _report(self) -> None:
+        """Say on the first rank what is spent, and what it brings, if the number of ranks has changed."""
+        if self.axis.size == self._reported:
+            return
+        self._reported = self.axis.size
+        text = "audit: there is one worker, which no other one can check"
+        if self.axis.size > 1:
+            facts = self.facts
+            text = (
+                f"audit: {100 * self._share:.3g} % of the micro-batches are computed twice; a worker that is always "
+                f"wrong is seen in step {facts['mean_steps']:.3g} on average, {facts['most_steps']} at the latest"
+            )
+        if self.axis.rank == 0:
+            log.inform(text)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def losses_and_gradient(self, batch: np.ndarray) -> tuple[np.ndarray, int]:
+        """As that of `StepRunner`.  Raises WrongPart on all ranks where two have computed a micro-batch differently."""
+        found = super().losses_and_gradient(batch)
+        self.reducer.watch = unseen
+        if self._checks:
+            self._compare()
+        return found
+
+    def _forward_backward_terms(self, batch: np.ndarray, ordered: OrderedSums) -> np.ndarray:
+        """Compute what this rank checks first, and have the reducer show what others check of its own."""
+        self._report()
+        self._micro = micro_batches(batch, self.problem.micro_batch_size)
+        self._checks = draw(self._share, self._assignment(len(self._micro)), self._step)
+        self._digests = np.zeros((len(self._checks), 2), np.int64)
+        self._part, self._numbers = -1, {}
+        for number, check in enumerate(self._checks):
+            if check.auditor == self.axis.rank:
+                self._digests[number, 1] = self._compute_alone(check.part)
+            if check.owner == self.axis.rank:
+                self._numbers[check.part] = number
+        if self._numbers:
+            self.reducer.watch = self._look
+        return super()._forward_backward_terms(batch, ordered)
+
+    def _term(self, number: int, micro: list[np.ndarray]) -> float:
+        self._part = number
+        loss = super()._term(number, micro)
+        if number in self._numbers:
+            self._digests[self._numbers[number], 0] ^= _digest(np.array([loss]))
+        return loss
+
+    def _look(self, bucket: Bucket, gradient: Array) -> None:
+        """Add a bucket of one of this rank's micro-batches to its digest, if it is checked."""
+        if self._part in self._numbers:
+            self._digests[self._numbers[self._part], 0] ^= _digest(gradient, bucket)
+
+    def _compute_alone(self, part: int) -> int:
+        """The digest of a micro-batch, computed as a term of the step is; nothing else comes of it."""
+        self.parameters.reset_gradients()
+        if not self.of_model:
+            self._gradients[...] = 0
+        carried = self.parameters.carried
+        before = None if carried is None else dict(carried.facts)
+        with self._another_follows:
+            loss = self._forward_backward(self._micro[part])
+        if carried is not None and before is not None:  # running averages count a micro-batch once
+            carried.restore(before)
+        found = _digest(np.array([loss]))
+        for bucket in self.reducer.buckets:
+            if self.of_model:
+                own = self.reducer.completed(bucket)
+            else:
+                own = self._gradients[bucket.start : bucket.stop]
+            found ^= _digest(own, bucket)
+        self.parameters.reset_gradients()
+        return found
+
+    @property
+    def _step(self) -> int:
+        return self.optimizer.clock + 1
+
+    # -- what comes of it ---------------------------------------------------------------------------------------------
+
+    def _compare(self) -> None:
+        """Compare the step's digests, before anything comes of its gradients.  Collective over the data axis."""
+        failed = self._deferred_error.error is not None  # all are about to raise it
+        shared = self.axis.all_reduce(np.append(self._digests.reshape(-1), failed), label="audit")
+        if shared[-1]:
+            return
+        for check, (first, second) in zip(self._checks, shared[:-1].reshape(-1, 2).tolist(), strict=True):
+            if first != second:
+                raise self._judged(check, (first, second))
+        for check in self._checks:
+            self._seen_right |= {check.owner: self._step, check.auditor: self._step}
+
+    def _judged(self, check: Check, first: tuple[int, int]) -> WrongPart:
+        """Have all ranks compute a micro-batch, and find who was wrong.  Collective over the data axis."""
+        again = self.axis.allgather_object(self._compute_alone(check.part))
+        names, wrong = _names(self.axis), verdict(check, first, again)
+        part = f"micro-batch {check.part} of step {self._step} (samples {listed(self._micro[check.part])})"
+        if wrong is None:
+            changed = [names[rank] for rank, found in zip(check[1:], first, strict=True) if found != again[rank]]
+            return WrongPart(
+                f"the audit found two results for {part}, of {names[check.owner]} and {names[check.auditor]}, and no "
+                f"majority for either; {' and '.join(changed) or 'neither'} found another one when asked again. Test "
+                "their processors and memory; with three ranks or more the odd one is found. A function that draws "
+                "random numbers, or keeps anything between calls, is no case for audit="
+            )
+        right = min(self._seen_right.get(rank, 0) for rank in wrong)
+        seen = f"after step {right}, the last one in which it was seen right," if right else "before"
+        return WrongPart(
+            f"the audit found {part} computed wrongly by {listed(names[rank] for rank in wrong)}; steps and "
+            f"checkpoints {seen} may have wrong parts of it",
+            wrong,
+        )
+
+
+# What all ranks hold.
+
+
+def check_replicas(optimizer: ShardedOptimizer) -> None:
+    """Raise ValueError unless all ranks hold the same parameters."""
+    strategy, mesh = optimizer.strategy_class, optimizer.mesh
+    if strategy.workers_differ or strategy.shards_parameters or mesh.size > mesh.data.size:
+        raise ValueError(
+            f"audit={REPLICAS!r} compares what all ranks hold: use DDP, or ZeRO-1 or 2 for parameters alone, on a mesh "
+            f"with a data axis alone; this is {strategy.__name__} on {mesh.sizes}"
+        )
+
+
+def compare_replicas(optimizer: ShardedOptimizer) -> None:
+    """Between two steps, compare parameters and state of all ranks if that is due; who differs takes them from others.
+
+    Collective over the data axis.  Raises WrongPart on all ranks if there is no majority.
+    """
+    axis, step = optimizer.axis, optimizer.clock
+    if step % REPLICAS_EVERY or axis.size == 1:
+        return
+    whole = [
+        shard
+        for shard in optimizer.state.capture().shards
+        if shard.kind == PARAMETERS or not optimizer.strategy_class.divides_state
+    ]
+    digests = np.zeros((axis.size, len(whole)), np.int64)
+    digests[axis.rank] = [_digest(shard.array) for shard in whole]
+    axis.all_reduce(digests.reshape(-1), label="audit")
+    for shard, found in zip(whole, digests.T.tolist(), strict=True):
+        digest, votes = Counter(found).most_common(1)[0]
+        if votes == axis.size:
+            continue
+        names = _names(axis)
+        since = f"steps and checkpoints after step {max(0, step - REPLICAS_EVERY)} may have wrong parts of it"
+        if axis.size < 3 or 2 * votes <= axis.size:
+            text = f"the audit found other {shard.kind} on each of {listed(names)}, and no majority; {since}"
+            raise WrongPart(text)
+        axis.broadcast(shard.array, root=found.index(digest), label="audit")
+        wrong = listed(name for name, own in zip(names, found, strict=True) if own != digest)
+        if axis.rank == 0:
+            log.warn(f"the audit found other {shard.kind} on {wrong}, which takes those of the others; {since}")
+
+
+def _names(axis: Axis) -> list[str]:
+    """The ranks of an axis with their hosts and processes, for messages.  Collective."""
+    places = axis.allgather_object((platform.node(), os.getpid()))
+    return [f"rank {rank} on {host} (pid {process})" for rank, (host, process) in enumerate(places)]
+
+
+def _digest(array: Array, bucket: Bucket | None = None) -> int:
+    """A hash of a bucket's gradient, or of a loss, that fits int64; at least 0."""
+    import xxhash  # imported at the first use, not with the package
+
+    values = np.ascontiguousarray(arrays.to_host(array))
+    return xxhash.xxh3_64_intdigest(values.data, seed=0 if bucket is None else bucket.index + 1) >> 2
