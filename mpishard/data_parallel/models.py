@@ -330,9 +330,9 @@ def optimizer_of_whole_model(
 ) -> ShardedOptimizer:
     """The optimizer for these arguments of an `as_distributed`; an optimizer is returned as it is.
 
-    All ranks of the mesh are data-parallel, unless tensor and pipeline ranks split it, as `splits_model` says; `zero` is
-    0, 1 or 2, or 3 if `shards_parameters`; `what` names the model in messages. Raises TypeError or ValueError if an argument is unfit, or
-    they do not fit together.
+    All ranks of the mesh are data-parallel, unless others split the model (`splits_model`); `zero` is 0, 1 or 2, or 3
+    if `shards_parameters`; `what` names the model in messages. Raises TypeError or ValueError if an argument is unfit,
+    or they do not fit together.
     """
     mesh = config.mesh
     if mesh.data.size < mesh.size and not splits_model:

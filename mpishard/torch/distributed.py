@@ -69,9 +69,9 @@ def as_distributed(
         another dtype is its master, rounded, and ``p.grad`` has the dtype of the masters.  Change the module before:
         freeze, move, load.  ``torch.compile`` may come before or after.
     mesh : Mesh or ShardingConfiguration
-        Its tensor or its pipeline size is 1.  Settings such as `max_gradient_norm`, which clips, are in a configuration.  A mesh
-        alone stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)`` with ``overlap_communication=False``
-        and ``minimum_parameter_group_size=2**21``.
+        Its tensor or its pipeline size is 1.  Settings such as `max_gradient_norm`, which clips, are in a
+        configuration.  A mesh alone stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)`` with
+        ``overlap_communication=False`` and ``minimum_parameter_group_size=2**21``.
     rule : Rule, torch.optim.Optimizer or ShardedOptimizer
         Such as ``mpishard.AdamW(lr=1e-3)``, whose `lr` may be a schedule; or an optimizer of PyTorch that was made for
         the parameters of the module: under ``zero=0`` it takes its own step on them; else on the rank's shards if it
@@ -162,12 +162,13 @@ def as_distributed(
             _check_stages(module, optimizer, zero)
             layers = layers_of(module, stages, ranks * chunks)
             staged = StagedModule(module, mesh, layers, tensors.trained, tensors.frozen)
-            same["stages"] = staged.described
         cuts = CutModule.of(module, plan, mesh, tensors.trained, tensors.frozen)
         if cuts is not None:
             _check_cuts(optimizer, materialize)
             same["plan"] = cuts.described
-        elif staged is None and zero == 1 and not config.reproducible and config.compressor is None and config.loss_scale is None:
+        elif staged is not None:
+            same["stages"] = staged.described
+        elif zero == 1 and not config.reproducible and config.compressor is None and config.loss_scale is None:
             optimizer = ZeRO1WithGradients(optimizer.rule, config)
         groups = groups_of(optimizer.rule, tensors.trained)
         if buffers not in MODES:
@@ -224,8 +225,8 @@ def _check_stages(module: Any, optimizer: ShardedOptimizer, zero: int) -> None:
         )
     if optimizer.config.reproducible:
         raise ValueError(
-            f"reproducible=True {with_pipeline}: PyTorch's passes of micro-batches are not kept apart; leave it out, or "
-            "make the mesh with pipeline=1"
+            f"reproducible=True {with_pipeline}: micro-batches of PyTorch are not kept apart; leave it out, or make "
+            "the mesh with pipeline=1"
         )
     if has_norms_over_ranks(module):
         raise ValueError(

@@ -391,7 +391,7 @@ class ModuleState:
 
     @property
     def masters(self) -> dict[str, Any]:
-        """Copies of the masters of parameters of another dtype, by name, as reals. Collective where ranks divide them."""
+        """Copies of the masters of parameters of another dtype, by name, as reals. Collective where ranks divide."""
         names = self._mastered
         if not names:
             return {}
@@ -539,7 +539,8 @@ def state_of(
 ) -> ModuleState:
     """The state of a module, compiled or not, without gradients: the one that others use, or a new one. Adds a user.
 
-    With `sharding`, `cuts` or `stages` it is collective. Raises ValueError if the module was changed since the state was made.
+    With `sharding`, `cuts` or `stages` it is collective. Raises ValueError if the module was changed since the state
+    was made.
     """
     module, found = _known(module)
     if found is None:

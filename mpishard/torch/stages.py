@@ -115,7 +115,7 @@ def _blocks_of(module: Any, named: Mapping[str, Any], plan: Mapping[str, Any] | 
     lists = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
     if len(lists) != 1:
         has = f"{len(lists)} lists of layers, {listed(lists)}" if lists else "no list of layers"
-        raise ValueError(f"this {type(module).__name__} is no Sequential and has {has}, so that its cuts are open: {_HOW}")
+        raise ValueError(f"this {type(module).__name__} is no Sequential and has {has}: {_HOW}")
     return _children(lists[0], named)
 
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+from typing import NamedTuple
+
 import numpy as np
 import pytest
+import variants
 
 from mpishard import Mesh
+from mpishard.comm.axis import Axis
+from mpishard.layout.tensors import ModelParallelRank
 
 torch = pytest.importorskip("torch")
+from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_models import assert_same_parameters  # noqa: E402
-from torch_plans import WORDS, Transformer, adamw, fresh, loss_of, take_steps, words_of  # noqa: E402
+from torch_plans import RULE, WORDS, Transformer, adamw, fresh, loss_of, take_steps, words_of  # noqa: E402
 from torch_stages import TwoStreams, made, sequential, take_micro_steps, virtual_stages  # noqa: E402
 
 import mpishard  # noqa: E402
 from mpishard.torch.micro_batches import Schedule, micro_batches_of  # noqa: E402
-from mpishard.torch.stage_passes import Message, with_tensors  # noqa: E402
+from mpishard.torch.module import ModuleTensors  # noqa: E402
+from mpishard.torch.stage_passes import Message, MicroBatch, StageChunk, StagePass, Survey, with_tensors  # noqa: E402
+from mpishard.torch.staged_module import StagedModule  # noqa: E402
 from mpishard.torch.stages import layers_of  # noqa: E402
 
 
@@ -145,8 +155,8 @@ def test_tensors_are_replaced_where_they_are():
 # Passes.
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("name", ["sequential", "streams", "llama", "gpt2"])
+@pytest.mark.parametrize("count", [*variants.full(2), 3])
+@pytest.mark.parametrize("name", ["sequential", "streams", *variants.full("llama"), "gpt2"])
 def test_stages_compute_what_the_module_does(mesh, name, count):
     if name in ("llama", "gpt2"):
         pytest.importorskip("transformers")
@@ -162,10 +172,85 @@ def test_stages_compute_what_the_module_does(mesh, name, count):
         assert all(int(layer.calls) == 33 for layer in module.layers)  # 3 of them in `loss`, as in training
 
 
+class OneOfTwo(NamedTuple):
+    """The mesh of a rank of two that nobody sends to."""
+
+    place: ModelParallelRank
+    pipeline: Axis
+    world: Axis
+    size: int = 2
+
+
+def both_ranks(name):
+    """The stages of a module on two ranks, in one process, and their chunks."""
+    found = []
+    for rank in range(2):
+        module, alone = made(name), Axis.single("pipeline")
+        mesh = OneOfTwo(ModelParallelRank(pipeline_rank=rank, pipeline_size=2), alone, alone)
+        tensors = ModuleTensors.of(module)
+        staged = StagedModule(module, mesh, layers_of(module, None, 2), tensors.trained, tensors.frozen)
+        staged.cut(tensors.buffers)
+        found.append((staged, StageChunk(staged, rank, torch.device("cpu"))))
+    return found
+
+
+@pytest.mark.parametrize("name", ["streams", *variants.full("sequential", "gpt2")])
+def test_a_rank_has_no_values_of_the_layers_of_another(name):
+    """Gradients are those of the whole module; those of a parameter that both have are terms of a sum."""
+    if name == "gpt2":
+        pytest.importorskip("transformers")
+    whole, ranks, words = made(name), both_ranks(name), words_of(0)
+    loss_of(whole, words).backward()
+    works, batches = [], []
+    for staged, chunk in ranks:
+        survey = Survey(staged)
+        survey.run(loss_of, (words,), True)
+        batches.append(MicroBatch(loss_of, (words,), 1.0, 1.0, survey, True))
+        works.append(chunk.workspace())
+    (first, before), (last, after) = ranks
+    assert before.output_shape(batches[0]) == (batches[1].survey.boundaries[1].gradients.nbytes,)
+    sent = before.forward(None, works[0], batches[0])
+    assert sent.shape == after.input_shape(batches[1])
+    loss = after.forward(sent, works[1], batches[1])
+    assert loss.item() == pytest.approx(loss_of(whole, words).item(), abs=1e-12)
+    before.backward(after.backward(None, works[1], batches[1]), works[0], batches[0])
+    for key, p in whole.named_parameters():
+        terms = []
+        for staged in (first, last):
+            own = dict(staged.module.named_parameters())[key]
+            if staged.holds(key):
+                terms.append(torch.zeros_like(p) if own.grad is None else own.grad)
+            else:
+                assert own.shape == p.shape and staged.trained[key].untyped_storage().nbytes() == 0
+                assert isinstance(own, FakeTensor)
+        torch.testing.assert_close(sum(terms), p.grad, rtol=0, atol=1e-12)
+    for staged, _ in ranks:
+        with pytest.raises(RuntimeError, match="summon_full_parameters"):
+            staged.module.state_dict()
+        with pytest.raises(TypeError, match="copied or pickled"):
+            copy.deepcopy(staged.module)
+
+
+def test_a_message_and_its_gradients_are_adjoint():
+    """Between ranks, at an odd size: of what is sent and what comes back; a layer overwrites what it gets."""
+    (_, _), (staged, chunk) = both_ranks("sequential")
+    x, dy = (torch.randint(-4, 5, (2, 5, 8)).double() for _ in range(2))
+    survey = Survey(staged)
+    survey.run(loss_of, (words_of(0)[:2],), True)
+    boundary, sent = survey.boundaries[1], np.empty(x.nbytes, np.uint8)
+    boundary.activations.pack([x], sent)
+    passed = StagePass(staged, survey, 1, boundary.activations.unpack(sent), True)
+    (y,) = passed._received
+    y.mul_(3.0).backward(dy)
+    boundary.gradients.pack(passed.gradients, sent)
+    (dx,) = boundary.gradients.unpack(sent)
+    assert (y.detach() * dy).sum() == (x * dx).sum()
+
+
 def test_micro_batches_of_a_whole_module(mesh):
     whole, module = fresh(), fresh()
     expected = take_steps(whole, adamw(whole), range(4))
-    optimizer = mpishard.torch.as_distributed(module, mesh, virtual_rule(), zero=2, microbatches=3)
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=2, microbatches=3)
     np.testing.assert_allclose(take_micro_steps(module, optimizer, range(4)), expected, rtol=0, atol=1e-12)
     sums = optimizer.loss(lambda module, words: 2 * loss_of(module, words), words_of(0), reduction="sum")
     assert sums > 5 * optimizer.loss(loss_of, words_of(0))
@@ -175,24 +260,21 @@ def test_micro_batches_of_a_whole_module(mesh):
     assert_same_parameters(module, whole, atol=1e-12)
 
 
-def virtual_rule():
-    from torch_plans import RULE
-
-    return RULE
-
-
-def test_activation_checkpoints_call_layers_again(mesh):
+@pytest.mark.parametrize("reentrant", [False, *variants.full(True)])
+def test_layers_that_checkpoint_their_activations_compute_again(mesh, reentrant):
     pytest.importorskip("transformers")
     whole, module = made("llama"), made("llama")
     expected = take_steps(whole, adamw(whole), range(2))
-    module.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    module.train().activation_checkpointing_enable({"use_reentrant": reentrant})
     optimizer = virtual_stages(module, mesh, 3)
     np.testing.assert_allclose(take_micro_steps(module, optimizer, range(2)), expected, rtol=0, atol=1e-12)
-    optimizer.close()
-    module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+
+
+def test_layers_are_called_again_by_a_checkpoint_around_them(mesh):
+    whole, module = (fresh(kind=Odd, how="checkpoint") for _ in range(2))
+    expected = take_steps(whole, adamw(whole), range(2))
     optimizer = virtual_stages(module, mesh, 3)
-    with pytest.raises(RuntimeError, match="use_reentrant=False"):
-        optimizer.loss_and_gradient(loss_of, words_of(0))
+    np.testing.assert_allclose(take_micro_steps(module, optimizer, range(2)), expected, rtol=0, atol=1e-12)
 
 
 def test_the_loss_is_scaled_before_the_backward_pass(mesh):
@@ -233,18 +315,22 @@ class Odd(torch.nn.Module):
         for layer in layers:
             if self.how == "values" and x.sum() > 1e9:
                 break
-            x = x + layer(x) if self.how == "residual" else layer(x)
+            if self.how in ("checkpoint", "reentrant"):
+                x = checkpoint(layer, x, use_reentrant=self.how == "reentrant")
+            else:
+                x = x + layer(x) if self.how == "residual" else layer(x)
         return self.head(x)
 
 
-@pytest.mark.parametrize("how", ["order", "twice", "missing", "values", "residual"])
+@pytest.mark.parametrize("how", ["order", "twice", "missing", "values", "residual", "reentrant"])
 def test_passes_that_do_not_fit_are_refused_by_name(mesh, how):
-    optimizer = virtual_stages(Odd(how).double(), mesh, 3)
+    optimizer = virtual_stages(fresh(kind=Odd, how=how), mesh, 3)
     expected = {
         "order": (ValueError, r"'layers\.2' is called before 'layers\.1'"),
         "twice": (ValueError, r"'layers\.0' is called"),
         "missing": (ValueError, r"not called 'layers\.2'"),
         "values": (ValueError, "decides by values"),
+        "reentrant": (RuntimeError, "use_reentrant=False"),
         "residual": (RuntimeError, r"'head' gets a tensor|'layers\.2' gets a tensor"),
     }[how]
     with pytest.raises(expected[0], match=expected[1]):
@@ -265,4 +351,3 @@ def test_functions_that_do_not_fit_are_refused(mesh):
             optimizer.loss_and_gradient(function, words_of(0))
     with pytest.raises(RuntimeError, match="loss_and_gradient"):
         module(words_of(0))
-    optimizer.step  # noqa: B018
