@@ -190,16 +190,17 @@ class Survey:
                 f"{layer.path!r} is called twice in a pass, and pipeline stages work one after the other: call the "
                 "module once in function(module, *batch), or make the mesh with pipeline=1"
             )
-        first = staged.firsts[layer.stage]
-        if number < self._last or (layer.stage not in (0, *self.boundaries) and number != first):
-            before = staged.layers[self._last].path if number < self._last else staged.layers[first].path
+        begins = number == staged.firsts[layer.stage]
+        if number < self._last or layer.stage > len(self.boundaries) + begins:
+            is_late = number < self._last
+            other = staged.layers[self._last if is_late else staged.firsts[len(self.boundaries) + 1]].path
             raise ValueError(
-                f"{layer.path!r} is called {'after' if number < self._last else 'before'} {before!r}, another order "
-                "than that in which the module has them: give stages= a dictionary whose keys are the names of the "
-                "submodules and lists in the order of their calls"
+                f"{layer.path!r} is called {'after' if is_late else 'before'} {other!r}, another order than that in "
+                "which the module has them: give stages= a dictionary whose keys are the names of the submodules and "
+                "lists in the order of their calls"
             )
         self._last = number
-        if layer.stage and number == first:
+        if layer.stage and begins:
             self.boundaries[layer.stage] = Boundary((args, kwargs))
         with staged.mode:
             outputs = staged.compute(number, args, kwargs)
