@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from mpishard.arguments import integer
 from mpishard.comm.agreement import agree_on_settings, text_of
 from mpishard.comm.errors import CaughtError, raised_on_all
+from mpishard.layout.boxes import split
 from mpishard.nn.options import microbatches_on
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.reducer import NoSync
@@ -63,20 +65,17 @@ def micro_batches_of(batch: tuple[Any, ...], most: int, reduction: str) -> list[
     tensors = [each for each in tensors_in(batch) if each.dim()]
     sizes = sorted({len(each) for each in tensors})
     if len(sizes) != 1 or not sizes[0]:
-        found = f"tensors of {' and '.join(map(str, sizes))} samples" if sizes else "no tensor"
+        given = f"tensors of {' and '.join(map(str, sizes))} samples" if sizes else "no tensor"
         raise ValueError(
-            f"the batch has {found}, and is cut along the first dimension: give tensors of equally many samples, one "
+            f"the batch has {given}, and is cut along the first dimension: give tensors of equally many samples, one "
             "at least, and what has no samples in the function"
         )
     (samples,) = sizes
-    size, more = divmod(samples, min(most, samples))
-    sizes = [size + 1] * more + [size] * (min(most, samples) - more)
     found = []
-    start = 0
-    for size in sizes:
-        parts = {id(each): each[start : start + size] for each in tensors}
-        found.append((with_tensors(batch, parts), size / samples if reduction == "mean" else 1.0))
-        start += size
+    for start, stop in pairwise(split(samples, min(most, samples))):
+        parts = {id(each): each[start:stop] for each in tensors}
+        factor = (stop - start) / samples if reduction == "mean" else 1.0
+        found.append((with_tensors(batch, parts), factor))
     return found
 
 
