@@ -20,7 +20,7 @@ from mpishard.torch.buffers import MODES
 from mpishard.torch.cut_module import CutModule
 from mpishard.torch.live_groups import LiveGroups, RuleGroups, groups_of
 from mpishard.torch.memory import array_module
-from mpishard.torch.micro_batches import ModulePasses, PipelinedPasses, Schedule
+from mpishard.torch.micro_batches import ModulePasses, PipelinedPasses, PipelineSettings
 from mpishard.torch.module import (
     ModuleTensors,
     Sharding,
@@ -140,7 +140,7 @@ def as_distributed(
     with opening(config.mesh.world, "as_distributed") as same:  # a class of the user's may raise, too
         mesh = config.mesh
         ranks = mesh.pipeline.size
-        order = Schedule.of(schedule, chunks, microbatches, ranks)
+        order = PipelineSettings.of(schedule, chunks, microbatches, ranks)
         check_other_trainers(module, zero == 3 or mesh.data.size < mesh.size)
         tensors = ModuleTensors.of(module, on_meta=zero == 3 and materialize is not None)
         array_module(tensors.device)  # raises for a device that has no arrays

@@ -29,7 +29,7 @@ REDUCTIONS = ("mean", "sum")
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSettings:
     """How a pipeline works: see `mpishard.torch.as_distributed`."""
 
     name: str
@@ -37,7 +37,7 @@ class Schedule:
     microbatches: int
 
     @classmethod
-    def of(cls, name: Any, chunks: Any, microbatches: Any, ranks: int) -> Schedule:
+    def of(cls, name: Any, chunks: Any, microbatches: Any, ranks: int) -> PipelineSettings:
         """The schedule for a number of pipeline ranks.  Raises TypeError or ValueError if there is none."""
         if microbatches is not None:
             integer("microbatches", microbatches, least=1)
@@ -96,13 +96,13 @@ class PassTaker(Protocol):
 class ModulePasses:
     """The passes of a module that this rank has whole, or its part of each layer."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
+    def __init__(self, settings: PipelineSettings) -> None:
+        self.settings = settings
 
     def train(self, optimizer: PassTaker, function: Any, batch: tuple[Any, ...], reduction: str) -> float:
         """The loss of a batch; adds its gradient."""
         total = 0.0
-        micro = micro_batches_of(batch, self.schedule.microbatches, reduction)
+        micro = micro_batches_of(batch, self.settings.microbatches, reduction)
         for number, (arguments, factor) in enumerate(micro, 1):
             with contextlib.nullcontext() if number == len(micro) else optimizer.no_sync():
                 loss = function(optimizer.module, *arguments)
@@ -115,7 +115,7 @@ class ModulePasses:
         """The loss of a batch."""
         total = 0.0
         with torch.no_grad():
-            for arguments, factor in micro_batches_of(batch, self.schedule.microbatches, reduction):
+            for arguments, factor in micro_batches_of(batch, self.settings.microbatches, reduction):
                 loss = function(optimizer.module, *arguments)
                 check_loss(loss)
                 total += float(loss) * factor
@@ -125,12 +125,14 @@ class ModulePasses:
 class PipelinedPasses(ModulePasses):
     """The passes of a module that a pipeline has cut. Methods are collective over the mesh."""
 
-    def __init__(self, schedule: Schedule, staged: StagedModule, parameters: FlatParameters, device: Any) -> None:
-        super().__init__(schedule)
+    def __init__(
+        self, settings: PipelineSettings, staged: StagedModule, parameters: FlatParameters, device: Any
+    ) -> None:
+        super().__init__(settings)
         self._staged = staged
         axis = staged.mesh.pipeline
         chunks = [StageChunk(staged, stage, device) for stage in range(axis.rank, staged.count, axis.size)]
-        self._pipeline = Pipeline(axis, chunks, schedule.name, parameters)
+        self._pipeline = Pipeline(axis, chunks, settings.name, parameters)
         self._surveys: dict[Any, Survey] = {}
 
     def train(self, optimizer: PassTaker, function: Any, batch: tuple[Any, ...], reduction: str) -> float:
@@ -151,7 +153,7 @@ class PipelinedPasses(ModulePasses):
                 if not callable(function):
                     raise TypeError(f"give function(module, *batch), which returns the loss, got {function!r}")
                 scale = optimizer.scale(1.0) if trains else 1.0
-                for arguments, factor in micro_batches_of(batch, self.schedule.microbatches, reduction):
+                for arguments, factor in micro_batches_of(batch, self.settings.microbatches, reduction):
                     survey = self._survey(function, arguments, trains)
                     found.append(MicroBatch(function, arguments, factor, scale, survey, trains))
             agree_on_settings(

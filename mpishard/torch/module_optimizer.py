@@ -218,8 +218,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
 
         Parameters
         ----------
-        function, *batch, reduction
-            As for `loss_and_gradient`.
+        function, *batch, reduction : as for `loss_and_gradient`
+            All of them.
 
         Returns
         -------

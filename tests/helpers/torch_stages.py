@@ -7,7 +7,7 @@ from torch_plans import RULE, WORDS, fresh, loss_of, words_of
 
 import mpishard
 from mpishard.torch.live_groups import groups_of
-from mpishard.torch.micro_batches import PipelinedPasses, Schedule
+from mpishard.torch.micro_batches import PipelinedPasses, PipelineSettings
 from mpishard.torch.module import ModuleTensors, state_of
 from mpishard.torch.module_optimizer import ModuleOptimizer
 from mpishard.torch.staged_module import StagedModule
@@ -102,6 +102,6 @@ def virtual_stages(module, mesh, count, stages=None, schedule="interleaved"):
     state = state_of(module, tensors, "broadcast", stages=staged)
     optimizer = mpishard.DDPOptimizer(RULE, mesh)
     optimizer.bind(state.parameters)
-    order = Schedule.of(schedule, count, MICRO, 1)
+    order = PipelineSettings.of(schedule, count, MICRO, 1)
     passes = PipelinedPasses(order, staged, state.parameters, torch.device("cpu"))
     return ModuleOptimizer(state, optimizer, groups_of(RULE, tensors.trained), passes)

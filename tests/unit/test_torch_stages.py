@@ -21,7 +21,7 @@ from torch_plans import RULE, WORDS, Transformer, adamw, fresh, loss_of, take_st
 from torch_stages import TwoStreams, made, sequential, take_micro_steps, virtual_stages  # noqa: E402
 
 import mpishard  # noqa: E402
-from mpishard.torch.micro_batches import Schedule, micro_batches_of  # noqa: E402
+from mpishard.torch.micro_batches import PipelineSettings, micro_batches_of  # noqa: E402
 from mpishard.torch.module import ModuleTensors  # noqa: E402
 from mpishard.torch.stage_passes import Message, MicroBatch, StageChunk, StagePass, Survey, with_tensors  # noqa: E402
 from mpishard.torch.staged_module import StagedModule  # noqa: E402
@@ -106,7 +106,7 @@ def test_cuts_that_do_not_fit_are_refused(kind, stages, count, message):
 @pytest.mark.parametrize("name", ["zb-h1", "fast", "interleaved"])
 def test_a_schedule_that_autograd_cannot_follow_is_refused(name):
     with pytest.raises(ValueError, match=name):
-        Schedule.of(name, 1, None, 2)
+        PipelineSettings.of(name, 1, None, 2)
 
 
 # Batches.
