@@ -264,7 +264,8 @@ def test_micro_batches_of_a_whole_module(mesh):
     assert_same_parameters(module, whole, atol=1e-12)
 
 
-@pytest.mark.parametrize("reentrant", [False, *variants.full(True)])
+@pytest.mark.full
+@pytest.mark.parametrize("reentrant", [False, True])
 def test_layers_that_checkpoint_their_activations_compute_again(mesh, reentrant):
     pytest.importorskip("transformers")
     whole, module = made("llama"), made("llama")
