@@ -35,6 +35,7 @@ NEEDS = {
     "tutorials/jax-function.md": "jax",
     "how-to/torch-checkpoints.md": "torch",
     "how-to/torch-optimizers.md": "torch",
+    "how-to/torch-pipelines.md": "torch",
     "how-to/torch-plans.md": "torch",
     "how-to/torch-precision.md": "torch",
     "how-to/torch-zero3.md": "torch",

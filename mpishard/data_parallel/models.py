@@ -328,19 +328,18 @@ def optimizer_of_whole_model(
     config: ShardingConfiguration,
     zero: int,
     shards_parameters: bool = False,
-    splits_tensors: bool = False,
+    splits_model: bool = False,
 ) -> ShardedOptimizer:
     """The optimizer for these arguments of an `as_distributed`; an optimizer is returned as it is.
 
-    All ranks of the mesh are data-parallel, or with `splits_tensors` tensor-parallel; `zero` is 0, 1 or 2, or 3 if
-    `shards_parameters`; `what` names the model in messages. Raises TypeError or ValueError if an argument is unfit, or
-    they do not fit together.
+    All ranks of the mesh are data-parallel, unless others split the model (`splits_model`); `zero` is 0, 1 or 2, or 3
+    if `shards_parameters`; `what` names the model in messages. Raises TypeError or ValueError if an argument is unfit,
+    or they do not fit together.
     """
     mesh = config.mesh
-    if mesh.data.size * (mesh.tensor.size if splits_tensors else 1) < mesh.size:
-        kinds, sizes = ("data- and tensor-parallel", "") if splits_tensors else ("data-parallel", "tensor=1 and ")
+    if mesh.data.size < mesh.size and not splits_model:
         raise ValueError(
-            f"{what} is {kinds}, but the mesh is {mesh.sizes}; make it with {sizes}pipeline=1, or train a "
+            f"{what} is data-parallel, but the mesh is {mesh.sizes}; make it with tensor=1 and pipeline=1, or train a "
             "model that such ranks split: mpishard.nn.GPT or Llama, which import_pretrained makes of a published one"
         )
     if isinstance(zero, bool) or zero not in (0, 1, 2, 3):

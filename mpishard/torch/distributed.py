@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,10 +16,12 @@ from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.models import configuration_of, optimizer_of_whole_model
 from mpishard.data_parallel.optimizers import ZeRO1WithGradients
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.torch.batch_norm import has_norms_over_ranks
 from mpishard.torch.buffers import MODES
 from mpishard.torch.cut_module import CutModule
 from mpishard.torch.live_groups import LiveGroups, RuleGroups, groups_of
 from mpishard.torch.memory import array_module
+from mpishard.torch.micro_batches import ModulePasses, PipelinedPasses, PipelineSettings
 from mpishard.torch.module import (
     ModuleTensors,
     Sharding,
@@ -29,6 +31,8 @@ from mpishard.torch.module import (
     state_of,
 )
 from mpishard.torch.module_optimizer import ModuleOptimizer
+from mpishard.torch.staged_module import StagedModule
+from mpishard.torch.stages import layers_of
 from mpishard.torch.torch_rule import rule_of_optimizer
 
 
@@ -43,10 +47,15 @@ def as_distributed(
     materialize: Callable[[Any], Any] | None = None,
     plan: Mapping[str, Any] | None = None,
     check_plan: bool = True,
+    stages: Sequence[str] | Mapping[str, Any] | None = None,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    microbatches: int | None = None,
 ) -> ModuleOptimizer:
     """Set up a PyTorch module for DDP or ZeRO-1, 2 or 3 over the ranks of a mesh; use the result as its optimizer.
 
-    On a mesh with tensor ranks its layers are cut over these, by a plan.
+    On a mesh with tensor ranks its layers are cut over these, by a plan; on one with pipeline ranks each keeps the
+    layers of its stages, and `ModuleOptimizer.loss_and_gradient` makes the passes.
 
     The module has no wrapper and is used as before.  Its parameters become views into one flat array, with the values
     of rank 0 on all ranks, and hooks send each gradient as soon as autograd has finished it.  PyTorch gets as many
@@ -62,9 +71,9 @@ def as_distributed(
         another dtype is its master, rounded, and ``p.grad`` has the dtype of the masters.  Change the module before:
         freeze, move, load.  ``torch.compile`` may come before or after.
     mesh : Mesh or ShardingConfiguration
-        Without pipeline ranks.  Settings such as `max_gradient_norm`, which clips, are in a configuration.  A mesh
-        alone stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)`` with ``overlap_communication=False``
-        and ``minimum_parameter_group_size=2**21``.
+        Its tensor or its pipeline size is 1.  Settings such as `max_gradient_norm`, which clips, are in a
+        configuration.  A mesh alone stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)`` with
+        ``overlap_communication=False`` and ``minimum_parameter_group_size=2**21``.
     rule : Rule, torch.optim.Optimizer or ShardedOptimizer
         Such as ``mpishard.AdamW(lr=1e-3)``, whose `lr` may be a schedule; or an optimizer of PyTorch that was made for
         the parameters of the module: under ``zero=0`` it takes its own step on them; else on the rank's shards if it
@@ -107,11 +116,24 @@ def as_distributed(
         Whether the first pass of a module that tensor ranks have cut is compared with that of the whole module, and
         raises ValueError on all tensor ranks where they differ.  This takes three passes without gradients, in
         evaluation mode, and meanwhile the memory of the whole module on each tensor rank.
+    stages : sequence of str, or mapping, optional
+        Where pipeline ranks cut the module: the names of the submodules at which the second and later stages begin, in
+        the order of their calls, as ``["layers.4", "layers.8"]``; or a plan as that of transformers, whose keys are the
+        names of submodules and lists in this order.  Default: the plan of the module, ``config.base_model_pp_plan``; or
+        for a ``Sequential``, or a module with one ``ModuleList`` around its layers, equally many layers of the list a
+        stage.
+    schedule : {"1f1b", "gpipe", "interleaved"}
+        The order in which pipeline stages work, see `mpishard.pipeline.schedule`.
+    chunks : int
+        Stages of a pipeline rank, for the interleaved schedule.
+    microbatches : int, optional
+        Number of micro-batches into which `ModuleOptimizer.loss_and_gradient` cuts a batch.  Default: 1; on a pipeline
+        4 times the number of its ranks.
 
     Returns
     -------
     ModuleOptimizer
-        With `step`, `zero_grad`, `no_sync` and `close`.
+        With `step`, `zero_grad`, `no_sync`, `loss_and_gradient` and `close`.
 
     Raises
     ------
@@ -123,12 +145,14 @@ def as_distributed(
     sharding = None
     with opening(config.mesh.world, "as_distributed") as same:  # a class of the user's may raise, too
         mesh = config.mesh
-        check_other_trainers(module, zero == 3 or mesh.tensor.size > 1)
+        ranks = mesh.pipeline.size
+        order = PipelineSettings.of(schedule, chunks, microbatches, ranks)
+        check_other_trainers(module, zero == 3 or mesh.data.size < mesh.size)
         tensors = ModuleTensors.of(module, on_meta=zero == 3 and materialize is not None)
         array_module(tensors.device)  # raises for a device that has no arrays
         check_unchanged(module)
         if isinstance(rule, torch.optim.Optimizer):
-            divides = zero != 0 or config.sync_every > 1 or mesh.tensor.size > 1
+            divides = zero != 0 or config.sync_every > 1 or mesh.data.size < mesh.size
             rule = rule_of_optimizer(rule, tensors.trained, divides=divides)
             numbers = rule.of_optimizer.division.numbers
             if numbers and config.sync_every > 1:
@@ -137,27 +161,35 @@ def as_distributed(
                     f"counts {', '.join(map(repr, numbers))} in its groups; use sync_every=1"
                 )
         optimizer = optimizer_of_whole_model(
-            "a PyTorch module", rule, config, zero, shards_parameters=True, splits_tensors=True
+            "a PyTorch module", rule, config, zero, shards_parameters=True, splits_model=True
         )
+        staged: StagedModule | None = None
+        if ranks > 1:
+            _check_stages(module, optimizer, zero)
+            layers = layers_of(module, stages, ranks * chunks)
+            staged = StagedModule(module, mesh, layers, tensors.trained, tensors.frozen)
         cuts = CutModule.of(
             module, plan, mesh, tensors.trained, tensors.frozen, checks_pass=flag("check_plan", check_plan)
         )
         if cuts is not None:
             _check_cuts(optimizer, materialize)
             same |= {"plan": cuts.described, "check_plan": check_plan}
+        elif staged is not None:
+            same["stages"] = staged.described
         elif zero == 1 and not config.reproducible and config.compressor is None and config.loss_scale is None:
             optimizer = ZeRO1WithGradients(optimizer.rule, config)
         groups = groups_of(optimizer.rule, tensors.trained)
         if buffers not in MODES:
             raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
         same |= {"zero": zero, "buffers": buffers, **tensors.described}
+        same |= {"schedule": schedule, "chunks": chunks, "microbatches": order.microbatches}
         if zero == 3:
             sharding = Sharding.of(module, tensors, shard_units, mesh.data, materialize, divides_frozen=True)
             same["shard_units"] = sharding.described
         elif materialize is not None or not (isinstance(shard_units, str) and shard_units == "auto"):
             raise ValueError(f"shard_units and materialize are for zero=3, which divides the parameters; zero={zero!r}")
     torch.set_num_threads(mesh.blas_threads)
-    state = state_of(module, tensors, buffers, sharding, cuts)
+    state = state_of(module, tensors, buffers, sharding, cuts, staged)
     before: Any = optimizer.rule
     try:
         if isinstance(groups, RuleGroups):
@@ -173,7 +205,47 @@ def as_distributed(
         raise
     if isinstance(groups, LiveGroups):
         groups.claim()
-    return ModuleOptimizer(state, optimizer, groups)
+    passes = ModulePasses(order)
+    if staged is not None:
+        passes = PipelinedPasses(order, staged, state.parameters, tensors.device)
+        if mesh.rank == 0:
+            order.warn(ranks)
+    return ModuleOptimizer(state, optimizer, groups, passes)
+
+
+def _check_stages(module: Any, optimizer: ShardedOptimizer, zero: int) -> None:
+    """Raise ValueError for what pipeline ranks of a module cannot do."""
+    mesh = optimizer.mesh
+    with_pipeline = f"with pipeline={mesh.pipeline.size}"
+    if mesh.tensor.size > 1:
+        raise ValueError(
+            f"the mesh is {mesh.sizes}: a PyTorch module is cut over tensor ranks or over pipeline ranks, not over "
+            "both; make it with tensor=1 or pipeline=1"
+        )
+    if zero == 3 or optimizer.strategy_class.shards_parameters:
+        raise ValueError(
+            f"zero=3 {with_pipeline}: stages have their parameters whole; use zero=2, or make the mesh with pipeline=1"
+        )
+    if optimizer.strategy_class.workers_differ:
+        raise ValueError(
+            f"{type(optimizer).__name__} {with_pipeline}: workers that take steps by themselves have whole modules; "
+            "use sync_every=1 and zero=0 to 2, or make the mesh with pipeline=1"
+        )
+    if optimizer.config.reproducible:
+        raise ValueError(
+            f"reproducible=True {with_pipeline}: micro-batches of PyTorch are not kept apart; leave it out, or make "
+            "the mesh with pipeline=1"
+        )
+    if has_norms_over_ranks(module):
+        raise ValueError(
+            f"batch norms over ranks {with_pipeline}: stages pass micro-batches by themselves; use torch's own batch "
+            "norms, or make the mesh with pipeline=1"
+        )
+    if hasattr(module, "_orig_mod"):
+        raise ValueError(
+            f"a module of torch.compile {with_pipeline}: the stages call its layers one by one; give the module "
+            "before torch.compile, or make the mesh with pipeline=1"
+        )
 
 
 def _check_cuts(optimizer: ShardedOptimizer, materialize: Any) -> None:
@@ -192,11 +264,11 @@ def _check_cuts(optimizer: ShardedOptimizer, materialize: Any) -> None:
 
 
 def summon_full_parameters(module: Any, *, writeback: bool = True) -> AbstractContextManager[None]:
-    """A context in which a module under ``zero=3``, or on tensor ranks, has all its parameters, on every rank.
+    """A context in which a module under ``zero=3``, or on tensor or pipeline ranks, has all parameters, on every rank.
 
     For its ``state_dict()``, for looking at parameters, and for changing them.  Clone the tensors that are to be used
     after it: they share the memory that is freed then.  Else a module has its parameters always, and nothing happens.
-    Passes of a module that tensor ranks have cut are those of the whole module meanwhile.
+    Passes of a module that tensor or pipeline ranks have cut are those of the whole module meanwhile.
 
     Collective over the mesh, at entry and exit.
 

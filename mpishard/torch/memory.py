@@ -52,12 +52,12 @@ def finish_stream(tensor: Any) -> None:
             stream.synchronize()
 
 
-def broadcast_values(tensor: Any, axis: Axis) -> None:
-    """Copy the values of a tensor of any dtype from rank 0. Collective."""
+def broadcast_values(tensor: Any, axis: Axis, root: int = 0) -> None:
+    """Copy the values of a tensor of any dtype from a rank. Collective."""
     values = tensor.detach().contiguous()
     finish_stream(values)
     memory = as_array(values.reshape(-1).view(torch.uint8))
-    axis.broadcast(memory, label="parameters")
+    axis.broadcast(memory, root=root, label="parameters")
     arrays.ready(memory)  # PyTorch may continue in another stream of a GPU
     if values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values)

@@ -16,7 +16,7 @@ import torch
 from mpishard.arguments import listed
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
-from mpishard.layout.tensors import WHOLE, Piece
+from mpishard.layout.tensors import WHOLE
 from mpishard.parameters.flat import FlatParameters, flat_of_tensors
 from mpishard.torch.buffers import BufferOwner, Buffers
 from mpishard.torch.cut_module import CutModule, check_is_whole, specs_of
@@ -32,6 +32,7 @@ from mpishard.torch.memory import (
     take_changed,
 )
 from mpishard.torch.sharded_module import ShardedModule
+from mpishard.torch.staged_module import StagedModule, check_has_all_stages
 from mpishard.torch.units import Unit, plain_name, units_of, units_text
 
 Array = Any
@@ -266,9 +267,16 @@ class ModuleState:
         buffers: str,
         sharding: Sharding | None = None,
         cuts: CutModule | None = None,
+        stages: StagedModule | None = None,
     ) -> None:
         self.module = module
         self.cuts = cuts
+        self.stages = stages
+        self.all_trained: dict[str, Any] = tensors.trained  # also those of other pipeline stages
+        real = master_dtype(tensors.trained)
+        if stages is not None:
+            stages.cut(tensors.buffers)
+            tensors = replace(tensors, trained=stages.held(tensors.trained), frozen=stages.held(tensors.frozen))
         self.users: int = 0  # optimizers and problems in use that train the module by this state
         self._let_go = False
         self._divides_frozen = False
@@ -281,11 +289,11 @@ class ModuleState:
             cuts.cut(tensors.buffers)
         if sharding is None:
             # In the order of their indices; channels_last has its own order in memory only.
-            real = master_dtype(tensors.trained)
             plain = {name: as_reals(p.detach()).to(real).contiguous() for name, p in tensors.trained.items()}
             flat, _ = flat_of_tensors(plain, array_module(tensors.device))
-            place = WHOLE if cuts is None else cuts.place
-            self.parameters = FlatParameters.over(flat, specs_of(tensors.trained, cuts), place)
+            specs = specs_of(tensors.trained, cuts) if stages is None else stages.specs
+            place = next((each.place for each in (cuts, stages) if each is not None), WHOLE)
+            self.parameters = FlatParameters.over(flat, specs, place)
             self.parameters.sums_by_mpi = cuts is not None
             for name, p in tensors.trained.items():
                 memory = as_numbers(as_tensor(self.parameters[name]), p)
@@ -374,6 +382,8 @@ class ModuleState:
     def consolidate(self, axis: Axis) -> None:
         self.round_masters()
         self.buffers.consolidate(axis)
+        if self.stages is not None:
+            self.stages.share_buffers()
 
     # -- parameters of another dtype than their masters ---------------------------------------------------------------
 
@@ -384,17 +394,21 @@ class ModuleState:
 
     @property
     def masters(self) -> dict[str, Any]:
-        """Copies of the masters of parameters of another dtype, by name, as reals. Collective under ZeRO-3."""
-        pieces = self._master_pieces
-        if not pieces:
+        """Copies of the masters of parameters of another dtype, by name, as reals. Collective where ranks divide."""
+        names = self._mastered
+        if not names:
             return {}
         flat = as_tensor(self.parameters.gather())
+        pieces = [piece for piece in self.parameters.pieces if piece.name in names]
         own = {each.name: flat[each.start : each.start + each.size].clone().view(each.shape) for each in pieces}
+        if self.stages is not None:
+            return self.stages.gathered(own, self.master_shapes, flat)
         return own if self.cuts is None else {name: self.cuts.whole(name, values) for name, values in own.items()}
 
     @masters.setter
     def masters(self, masters: Mapping[str, Any]) -> None:
-        for name, values in masters.items():
+        for name in [name for name in masters if name in self.parameters]:
+            values = masters[name]
             values = values if self.cuts is None else self.cuts.own_part(name, values)
             self.parameters.assign(name, as_array(values.to(next(iter(self._trained.values())).device, self.dtype)))
         self.round_masters()
@@ -403,12 +417,12 @@ class ModuleState:
     def master_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of `masters`. Not collective."""
         shape_of = {spec.name: spec.shape for spec in self.parameters.specs}
-        return {piece.name: shape_of[piece.name] for piece in self._master_pieces}
+        return {name: shape_of[name] for name in self._mastered}
 
     @property
-    def _master_pieces(self) -> list[Piece]:
-        piece_of = self.parameters.layout.piece_of
-        return [piece_of[name] for name, p in self._trained.items() if p.dtype != self.hooks.dtype_of[name]]
+    def _mastered(self) -> list[str]:
+        """The parameters of another dtype than their masters."""
+        return [name for name, p in self.all_trained.items() if p.dtype.to_real() != self.dtype]
 
     def round_masters(self) -> None:
         """Give the parameters the values of their masters, rounded; after each change of the flat array."""
@@ -430,17 +444,15 @@ class ModuleState:
         self.users -= 1
         if not self.users:
             self._let_go = True
-            for divided in (self.units, self.cuts):
-                if divided is not None:
-                    divided.remove(restores=False)
+            for divided in self._divided:
+                divided.remove(restores=False)
             self.hooks.remove()
             _states.pop(self.module, None)
 
     def unshard(self) -> None:
         """Before the last user goes, give the module whole parameters again, if ranks divide them. Collective then."""
-        for divided in (self.units, self.cuts) if self.users == 1 else ():
-            if divided is not None:
-                divided.remove(restores=True)
+        for divided in self._divided if self.users == 1 else ():
+            divided.remove(restores=True)
 
     @contextmanager
     def summoned(self, writeback: bool) -> Iterator[None]:
@@ -450,13 +462,19 @@ class ModuleState:
                 stack.enter_context(self.units.summoned(writeback))
             if self.cuts is not None:
                 stack.enter_context(self.cuts.summoned(writeback, self.units is None))
+            if self.stages is not None:
+                stack.enter_context(self.stages.summoned(writeback))
             yield
 
     def check_not_summoned(self, what: str, **how: str) -> None:
         """Raise ValueError within `summoned`, in which `what` would not do what it says."""
-        for divided in (self.units, self.cuts):
-            if divided is not None:
-                divided.check_not_summoned(what, **how)
+        for divided in self._divided:
+            divided.check_not_summoned(what, **how)
+
+    @property
+    def _divided(self) -> list[Any]:
+        """What ranks have parts of."""
+        return [each for each in (self.units, self.cuts, self.stages) if each is not None]
 
     def _memory_of(self, name: str, p: Any) -> tuple[Any, ...]:
         at = p.data_ptr() if self.units is None else self.units.is_here(name)
@@ -504,6 +522,7 @@ class ModuleState:
     def _changes(self) -> str:
         """A text that names the parameters that are new or gone."""
         now = {plain_name(name): p for name, p in self.module.named_parameters()}
+        now = {name: p for name, p in now.items() if self.stages is None or not self.stages.is_absent(name)}
         before = {**self._trained, **self._frozen}
         come = [name for name in now if name not in before]
         gone = [name for name in before if name not in now]
@@ -519,14 +538,16 @@ def state_of(
     buffers: str,
     sharding: Sharding | None = None,
     cuts: CutModule | None = None,
+    stages: StagedModule | None = None,
 ) -> ModuleState:
     """The state of a module, compiled or not, without gradients: the one that others use, or a new one. Adds a user.
 
-    With `sharding` or `cuts` it is collective. Raises ValueError if the module was changed since the state was made.
+    With `sharding`, `cuts` or `stages` it is collective. Raises ValueError if the module was changed since the state
+    was made.
     """
     module, found = _known(module)
     if found is None:
-        found = _states[module] = ModuleState(module, tensors, buffers, sharding, cuts)
+        found = _states[module] = ModuleState(module, tensors, buffers, sharding, cuts, stages)
     else:
         found.check_intact()
         found.take_values()
@@ -560,12 +581,13 @@ def check_other_trainers(module: Any, divides: bool) -> None:
         found = known_state(module) if isinstance(module, torch.nn.Module) else None
         if found is None and isinstance(module, torch.nn.Module):
             check_is_whole(module)
-        if found is None or not (divides or found.units or found.cuts):
+            check_has_all_stages(module)
+        if found is None or not (divides or found.units or found.cuts or found.stages):
             return
         gc.collect()  # an optimizer without references may be in a circle
     raise ValueError(
-        "another optimizer or problem trains this module, and one of the two divides its parameters, as zero=3 and "
-        "tensor ranks do: "
+        "another optimizer or problem trains this module, and one of the two divides its parameters, as zero=3, tensor "
+        "and pipeline ranks do: "
         "call close() of what the other as_distributed returned; after a problem with shard_units load what the "
         "module's state_dict() returns within summon_full_parameters into another module"
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.reducer import NoSync
 from mpishard.torch.gradient_hooks import CLIP, DROP, STEP, LocalHooks, LoopHooks, MeanHooks, SentHooks
 from mpishard.torch.live_groups import ParameterGroups, RuleGroups, groups_of
+from mpishard.torch.micro_batches import ModulePasses
 from mpishard.torch.module import (
     ModuleState,
 )
@@ -39,8 +40,9 @@ def loop_hooks(state: ModuleState, optimizer: ShardedOptimizer) -> LoopHooks:
     strategy, config = optimizer.state.strategy, optimizer.config
     given = state.parameters, state.tensors.trained, state.units
     compares_calls = not optimizer.strategy_class.workers_differ
-    # The norm of a part, as of torch.nn.utils.clip_grad_norm_, would be another one on each tensor rank.
-    if not strategy.reducer.keeps_memory or config.loss_scale not in (None, 1) or state.cuts is not None:
+    # The norm of a part, as of torch.nn.utils.clip_grad_norm_, would be another one on each tensor or pipeline rank.
+    is_cut = state.cuts is not None or state.stages is not None
+    if not strategy.reducer.keeps_memory or config.loss_scale not in (None, 1) or is_cut:
         return SentHooks(*given, compares_calls=compares_calls)
     if not (strategy.sums_are_everywhere and config.auto_sync_gradients):
         return LocalHooks(*given, compares_calls=compares_calls)
@@ -64,6 +66,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
         Bound to its parameters.
     groups : ParameterGroups
         Of its rule.
+    passes : ModulePasses
+        What `loss_and_gradient` makes of a batch.
 
     Attributes
     ----------
@@ -73,8 +77,11 @@ class ModuleOptimizer(torch.optim.Optimizer):
         Names of the parameters that got no gradient on this rank in the last step.  Their gradient here counts as zero.
     """
 
-    def __init__(self, state: ModuleState, optimizer: ShardedOptimizer, groups: ParameterGroups) -> None:
+    def __init__(
+        self, state: ModuleState, optimizer: ShardedOptimizer, groups: ParameterGroups, passes: ModulePasses
+    ) -> None:
         self._state = state
+        self._passes = passes
         self.optimizer = optimizer
         self.unused_parameters: list[str] = []
         self._groups = groups
@@ -168,6 +175,64 @@ class ModuleOptimizer(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a ModuleOptimizer belongs to its mesh and cannot be copied or pickled; save its state_dict()")
 
+    def loss_and_gradient(
+        self, function: Callable[..., Any], *batch: Any, reduction: Literal["mean", "sum"] = "mean"
+    ) -> float:
+        """The loss of this data rank's batch, forward and backward in micro-batches; `step` then updates.
+
+        In the place of a forward pass and ``loss.backward()``, on any mesh; on one with pipeline ranks the only way.
+        All ranks of a data rank call it with the same batch, which is cut along the first dimension of its tensors.
+
+        Collective over the mesh with pipeline ranks; else as a backward pass.
+
+        Parameters
+        ----------
+        function : callable
+            ``function(module, *micro_batch)`` calls the module once, and returns the loss of a micro-batch, of shape
+            ().  On a pipeline every stage calls it, and those before the last only as far as to the layers of the next
+            stage; a micro-batch of a new shape takes one call more, without values.
+        *batch : Tensor, or mapping, sequence or dataclass of tensors
+            Of equally many samples, at least one; tensors of no dimension, and what is no tensor, are the same for all
+            micro-batches.
+        reduction : {"mean", "sum"}
+            Whether the loss is a mean over the samples, of which that of the batch is the mean weighted by their
+            numbers; or a sum, for ``step(count=)``.
+
+        Returns
+        -------
+        float
+            That of this data rank's batch, on all of its ranks.
+
+        Raises
+        ------
+        TypeError, ValueError
+            On every rank of a pipeline, if the batch cannot be cut, ranks have different samples, or the function or
+            the order in which the module calls its layers is unfit.
+        """
+        return self._passes.train(self, function, batch, reduction)
+
+    def loss(self, function: Callable[..., Any], *batch: Any, reduction: Literal["mean", "sum"] = "mean") -> float:
+        """The loss of this data rank's batch, without gradients; call ``module.eval()`` before.
+
+        Collective over the mesh with pipeline ranks.
+
+        Parameters
+        ----------
+        function, *batch, reduction : as for `loss_and_gradient`
+            All of them.
+
+        Returns
+        -------
+        float
+            That of this data rank's batch, on all of its ranks.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `loss_and_gradient`.
+        """
+        return self._passes.evaluate(self, function, batch, reduction)
+
     def step(self, closure: Any = None, *, count: float | None = None) -> Any:
         """Average the gradients over the ranks, and update the parameters; the gradients are cleared.
 
@@ -240,7 +305,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
 
     def _follow_rule(self) -> None:
         """Give the groups the values of a rule that has taken the place of the one before."""
-        groups = groups_of(self.optimizer.rule, self._state.hooks.tensors)
+        groups = groups_of(self.optimizer.rule, self._state.all_trained)
         for old, new in zip(self.param_groups, groups.groups, strict=False):
             new.update({name: value for name, value in old.items() if name not in new})
         self._groups, self.defaults = groups, groups.defaults
@@ -416,8 +481,9 @@ class ModuleOptimizer(torch.optim.Optimizer):
 
     def _converter(self) -> TorchStateConverter:
         state = self._state
-        wholes = {} if state.cuts is None else state.cuts.wholes
-        return TorchStateConverter(self.optimizer.rule, self._groups, state.hooks.tensors, wholes)
+        divided = state.cuts if state.stages is None else state.stages
+        wholes = {} if divided is None else divided.wholes
+        return TorchStateConverter(self.optimizer.rule, self._groups, state.all_trained, wholes)
 
     def _torch_state(self) -> dict[str, Any]:
         if self._whole_steps is not None:

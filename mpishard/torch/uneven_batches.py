@@ -62,7 +62,7 @@ def join(
     ------
     ValueError
         At the entry and on every rank, if workers take steps by themselves (`LocalSGDOptimizer`), gradients wait for
-        `synchronize_optimizer_state`, a batch norm sums over ranks, or tensor ranks have cut the module.
+        `synchronize_optimizer_state`, a batch norm sums over ranks, or tensor or pipeline ranks have cut the module.
     RuntimeError
         On every rank, if ranks that have batches do different things, as a step and another backward pass.
     """
@@ -124,10 +124,10 @@ class Join:
                 "under zero=3 all ranks make every forward pass, which gathers parameters: use zero=2 within join, or "
                 "give ranks equally many batches"
             )
-        if self._optimizer._state.cuts is not None:
+        if self._optimizer._state.cuts is not None or self._optimizer._state.stages is not None:
             raise ValueError(
-                "tensor ranks of a module make every pass together: make the mesh with tensor=1 within join, or give "
-                "ranks equally many batches"
+                "tensor and pipeline ranks of a module make every pass together: make the mesh with tensor=1 within "
+                "join, and pipeline=1, or give ranks equally many batches"
             )
         if has_norms_over_ranks(self._optimizer.module):
             raise ValueError(

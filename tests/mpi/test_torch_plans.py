@@ -481,10 +481,8 @@ def test_plans_that_do_not_fit_are_refused_on_all_ranks(tensor_mesh, options, me
     module.load_state_dict(fresh().state_dict())
 
 
-def test_pipeline_ranks_and_workers_are_refused(comm, tensor_mesh):
+def test_workers_are_refused(comm, tensor_mesh):
     if comm.size > 1:
-        with Mesh(comm, pipeline=comm.size) as mesh, pytest.raises(ValueError, match="pipeline=1"):
-            mpishard.torch.as_distributed(fresh(), mesh, RULE, plan=PLAN)
         optimizer = mpishard.LocalSGDOptimizer(RULE, ShardingConfiguration(tensor_mesh, sync_every=2))
         with pytest.raises(ValueError, match="sync_every"):
             mpishard.torch.as_distributed(fresh(), tensor_mesh, optimizer, plan=PLAN)

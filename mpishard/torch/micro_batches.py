@@ -1,0 +1,198 @@
+"""Losses and gradients of a batch in micro-batches, of a module that a rank has whole or that a pipeline has cut."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+from mpishard.arguments import integer
+from mpishard.comm.agreement import agree_on_settings, text_of
+from mpishard.comm.errors import CaughtError, raised_on_all
+from mpishard.layout.boxes import split
+from mpishard.nn.options import microbatches_on
+from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.reducer import NoSync
+from mpishard.pipeline.runtime import Pipeline
+from mpishard.pipeline.schedule import make_schedule, warn_if_bubbly
+from mpishard.torch.buffers import as_fact
+from mpishard.torch.stage_passes import MicroBatch, StageChunk, Survey, check_loss, with_tensors
+from mpishard.torch.staged_module import StagedModule
+from mpishard.torch.units import tensors_in
+
+_MOST_SURVEYS = 256  # that are kept, of micro-batches of different shapes
+REDUCTIONS = ("mean", "sum")
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """How a pipeline works: see `mpishard.torch.as_distributed`."""
+
+    name: str
+    chunks: int
+    microbatches: int
+
+    @classmethod
+    def of(cls, name: Any, chunks: Any, microbatches: Any, ranks: int) -> PipelineSettings:
+        """The schedule for a number of pipeline ranks.  Raises TypeError or ValueError if there is none."""
+        if microbatches is not None:
+            integer("microbatches", microbatches, least=1)
+        count = microbatches_on(ranks, microbatches)
+        made = make_schedule(name, ranks, count, chunks)
+        if any(action.kind in "IW" for program in made.programs for action in program):
+            raise ValueError(
+                f"schedule={name!r} computes the gradients of inputs and of weights apart, and autograd of PyTorch "
+                "both in one pass: use '1f1b', 'gpipe' or 'interleaved'"
+            )
+        return cls(name, chunks, count)
+
+    def warn(self, ranks: int) -> None:
+        """Warn if there are fewer micro-batches than stages. One rank is enough to call it."""
+        warn_if_bubbly(make_schedule(self.name, ranks, self.microbatches, self.chunks))
+
+
+def micro_batches_of(batch: tuple[Any, ...], most: int, reduction: str) -> list[tuple[tuple[Any, ...], float]]:
+    """A batch cut along the first dimension of its tensors: micro-batches, and the factors of their losses.
+
+    Raises ValueError if its tensors have no or different numbers of samples.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r} must be 'mean' or 'sum', what the loss is of its samples")
+    tensors = [each for each in tensors_in(batch) if each.dim()]
+    sizes = sorted({len(each) for each in tensors})
+    if len(sizes) != 1 or not sizes[0]:
+        given = f"tensors of {' and '.join(map(str, sizes))} samples" if sizes else "no tensor"
+        raise ValueError(
+            f"the batch has {given}, and is cut along the first dimension: give tensors of equally many samples, one "
+            "at least, and what has no samples in the function"
+        )
+    (samples,) = sizes
+    found = []
+    for start, stop in pairwise(split(samples, min(most, samples))):
+        parts = {id(each): each[start:stop] for each in tensors}
+        factor = (stop - start) / samples if reduction == "mean" else 1.0
+        found.append((with_tensors(batch, parts), factor))
+    return found
+
+
+class PassTaker(Protocol):
+    """What passes need of a `mpishard.torch.ModuleOptimizer`."""
+
+    @property
+    def module(self) -> Any: ...
+
+    @property
+    def parameters(self) -> FlatParameters: ...
+
+    def no_sync(self) -> NoSync: ...
+
+    def scale(self, loss: Any) -> Any: ...
+
+
+class ModulePasses:
+    """The passes of a module that this rank has whole, or its part of each layer."""
+
+    def __init__(self, settings: PipelineSettings) -> None:
+        self.settings = settings
+
+    def train(self, optimizer: PassTaker, function: Any, batch: tuple[Any, ...], reduction: str) -> float:
+        """The loss of a batch; adds its gradient."""
+        total = 0.0
+        micro = micro_batches_of(batch, self.settings.microbatches, reduction)
+        for number, (arguments, factor) in enumerate(micro, 1):
+            with contextlib.nullcontext() if number == len(micro) else optimizer.no_sync():
+                loss = function(optimizer.module, *arguments)
+                check_loss(loss)
+                optimizer.scale(loss * factor).backward()
+            total += float(loss.detach()) * factor
+        return total
+
+    def evaluate(self, optimizer: PassTaker, function: Any, batch: tuple[Any, ...], reduction: str) -> float:
+        """The loss of a batch."""
+        total = 0.0
+        with torch.no_grad():
+            for arguments, factor in micro_batches_of(batch, self.settings.microbatches, reduction):
+                loss = function(optimizer.module, *arguments)
+                check_loss(loss)
+                total += float(loss) * factor
+        return total
+
+
+class PipelinedPasses(ModulePasses):
+    """The passes of a module that a pipeline has cut. Methods are collective over the mesh."""
+
+    def __init__(
+        self, settings: PipelineSettings, staged: StagedModule, parameters: FlatParameters, device: Any
+    ) -> None:
+        super().__init__(settings)
+        self._staged = staged
+        axis = staged.mesh.pipeline
+        chunks = [StageChunk(staged, stage, device) for stage in range(axis.rank, staged.count, axis.size)]
+        self._pipeline = Pipeline(axis, chunks, settings.name, parameters)
+        self._surveys: dict[Any, Survey] = {}
+
+    def train(self, optimizer: PassTaker, function: Any, batch: tuple[Any, ...], reduction: str) -> float:
+        micro = self._prepared(optimizer, function, batch, reduction, True)
+        return self._pipeline.train(micro)
+
+    def evaluate(self, optimizer: PassTaker, function: Any, batch: tuple[Any, ...], reduction: str) -> float:
+        return self._pipeline.evaluate(self._prepared(optimizer, function, batch, reduction, False))
+
+    def _prepared(
+        self, optimizer: PassTaker, function: Any, batch: tuple[Any, ...], reduction: str, trains: bool
+    ) -> list[MicroBatch]:
+        """The micro-batches, after all ranks have found that they can pass the stages."""
+        self._staged.check_not_summoned("a pass of the stages", would="compute the whole module")
+        mesh, found = self._staged.mesh, []
+        with raised_on_all(mesh.world):
+            with CaughtError() as caught:
+                if not callable(function):
+                    raise TypeError(f"give function(module, *batch), which returns the loss, got {function!r}")
+                scale = optimizer.scale(1.0) if trains else 1.0
+                for arguments, factor in micro_batches_of(batch, self.settings.microbatches, reduction):
+                    survey = self._survey(function, arguments, trains)
+                    found.append(MicroBatch(function, arguments, factor, scale, survey, trains))
+            agree_on_settings(
+                mesh.pipeline,
+                {
+                    f"tensor {number} of the batch": f"{tuple(each.shape)} {text_of(as_fact(each))}"
+                    for number, each in enumerate(tensors_in(batch))
+                },
+                caught.error,
+                what="samples",
+                remedy="pipeline ranks of a data rank need the same: DistributedSampler(data, mesh.data.size, "
+                "mesh.data.rank)",
+            )
+        if optimizer.parameters.gradients.on_demand:
+            agree_on_settings(
+                mesh.world,
+                {"number of micro-batches": str(len(found))},
+                what="number of micro-batches, which zero=2 sums one by one",
+                remedy="give data ranks batches of equally many samples, or use zero=0 or 1",
+            )
+        return found
+
+    def _survey(self, function: Callable[..., Any], arguments: Sequence[Any], trains: bool) -> Survey:
+        """What the stages hand on of a micro-batch, known from one of these shapes."""
+        tensors = list(tensors_in(arguments))
+        kinds = {each.device.type for each in tensors}
+        key = (
+            getattr(function, "__code__", type(function)),
+            tuple((tuple(each.shape), each.dtype) for each in tensors),
+            text_of(with_tensors(arguments, dict.fromkeys(map(id, tensors)))),
+            trains,
+            self._staged.module.training,
+            tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)),
+        )
+        known = self._surveys.get(key)
+        if known is None:
+            if len(self._surveys) == _MOST_SURVEYS:
+                self._surveys.clear()
+            known = Survey(self._staged)
+            known.run(function, arguments, trains)
+            self._surveys[key] = known
+        return known

@@ -1,0 +1,384 @@
+"""Passes of micro-batches through the stages of a PyTorch module, as a pipeline schedule orders them.
+
+Every stage calls the user's function, which calls the module. The layers of earlier stages return tensors without
+values; the first layer of the stage gets in their place what the stage before has sent; and where the first layer of
+the next stage is called, its arguments are sent, and the pass ends. What is sent, each stage knows without a message: a
+`Survey`, a pass without values, has found the tensors that depend on layers, with their shapes.
+
+Huang et al., "GPipe" (2019); Narayanan et al., "Efficient Large-Scale Language Model Training" (2021), section 2.2.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedFakeTensorException,
+)
+
+from mpishard.backend import array as arrays
+from mpishard.nn.workspace import Workspace
+from mpishard.torch.memory import array_module, as_tensor, finish_stream
+from mpishard.torch.staged_module import StagedModule
+from mpishard.torch.units import tensors_in
+
+Array = Any
+
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+_ALIGNMENT = 16  # bytes, of each tensor in a message
+
+
+class _StageEnd(BaseException):
+    """Ends a pass through the module where the layers of the next stage begin."""
+
+
+def with_tensors(found: Any, others: Mapping[int, Any]) -> Any:
+    """What a pass takes or returns, with other tensors in the places of some, which are given by their ids."""
+    if isinstance(found, torch.Tensor):
+        return others.get(id(found), found)
+    if not any(id(each) in others for each in tensors_in(found)):
+        return found
+    if isinstance(found, Mapping):
+        made: Any = copy.copy(found)
+        for key, each in found.items():
+            made[key] = with_tensors(each, others)
+        return made
+    if isinstance(found, (list, tuple, set)):
+        items = [with_tensors(each, others) for each in found]
+        return type(found)(*items) if hasattr(found, "_fields") else type(found)(items)
+    if is_dataclass(found):
+        made = copy.copy(found)
+        for each in fields(found):
+            setattr(made, each.name, with_tensors(getattr(found, each.name), others))
+        return made
+    return found
+
+
+def _unknown_in(found: Any) -> list[Any]:
+    """The tensors without values in what a layer takes, each once."""
+    return list({id(each): each for each in tensors_in(found) if isinstance(each, FakeTensor)}.values())
+
+
+class Message:
+    """Some tensors as one run of bytes."""
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self._forms = [(tuple(each.shape), each.dtype) for each in tensors]
+        self._starts: list[int] = []
+        self.nbytes: int = 0
+        for each in tensors:
+            self._starts.append(self.nbytes)
+            self.nbytes += -(-each.numel() * each.element_size() // _ALIGNMENT) * _ALIGNMENT
+
+    def pack(self, tensors: Sequence[Any], memory: Array) -> None:
+        """Copy tensors into the bytes.  Raises RuntimeError if they are others than those that the ranks expect."""
+        for each, form, place in zip(tensors, self._forms, self._places(memory), strict=True):
+            if (tuple(each.shape), each.dtype) != form:
+                raise RuntimeError(
+                    f"a layer hands on {each.dtype} {tuple(each.shape)}, and the next stage waits for {form[1]} "
+                    f"{form[0]}, which a pass without values has found: shapes must not depend on values"
+                )
+            place.copy_(each.detach())
+        finish_stream(as_tensor(memory))
+
+    def unpack(self, memory: Array) -> list[Any]:
+        """New tensors of the bytes."""
+        arrays.ready(memory)  # PyTorch may continue in another stream of a GPU
+        return [place.clone() for place in self._places(memory)]
+
+    def _places(self, memory: Array) -> list[Any]:
+        whole, found = as_tensor(memory), []
+        for (shape, dtype), start in zip(self._forms, self._starts, strict=True):
+            stop = start + prod(shape) * dtype.itemsize
+            found.append(whole[start:stop].view(dtype).view(shape))
+        return found
+
+
+class Boundary:
+    """What the first layer of a stage gets from the layers before: places among its tensors, and their messages."""
+
+    def __init__(self, args: Any) -> None:
+        unknown = _unknown_in(args)
+        ids = [id(each) for each in tensors_in(args)]
+        self._places = [ids.index(id(each)) for each in unknown]
+        self.has_gradient = [each.is_floating_point() or each.is_complex() for each in unknown]
+        self.activations = Message(unknown)
+        self.gradients = Message(self.differentiable(unknown))
+
+    def differentiable(self, tensors: Sequence[Any]) -> list[Any]:
+        """Those of its tensors that have a gradient."""
+        return [each for each, has in zip(tensors, self.has_gradient, strict=True) if has]
+
+    def picked(self, args: Any) -> list[Any]:
+        """Its tensors, of arguments that have values."""
+        tensors = list(tensors_in(args))
+        if self._places and max(self._places) >= len(tensors):
+            raise RuntimeError(
+                f"the first layer of a stage gets {len(tensors)} tensors, and more in a pass without values"
+            )
+        return [tensors[place] for place in self._places]
+
+
+class Returned:
+    """What a layer returns, without values; arguments that it returns are those of another call there."""
+
+    def __init__(self, outputs: Any, args: Any) -> None:
+        places = {id(each): place for place, each in enumerate(tensors_in(args))}
+        others = {id(each): each for each in tensors_in(outputs)}
+        known = {key: each for key, each in others.items() if key in places or isinstance(each, FakeTensor)}
+        others |= {key: each.detach() for key, each in known.items()}
+        self._outputs = with_tensors(outputs, others)
+        # By the id of a tensor of the outputs the place of the argument that it is.
+        self._places = {id(others[key]): places[key] for key in others if key in places}
+
+    def in_call(self, args: Any) -> Any:
+        """What it returns in a call with these arguments."""
+        if not self._places:
+            return self._outputs
+        tensors = list(tensors_in(args))
+        return with_tensors(self._outputs, {key: tensors[place] for key, place in self._places.items()})
+
+
+class Survey:
+    """A pass of all layers without values: in which order they are called, what they return, and the boundaries.
+
+    After it `outputs` has what each layer returns, by its number, and `boundaries` those of the virtual stages from 1.
+    """
+
+    def __init__(self, staged: StagedModule) -> None:
+        self._staged = staged
+        self._last = -1
+        self.outputs: dict[int, Returned] = {}
+        self.boundaries: dict[int, Boundary] = {}
+
+    def run(self, function: Callable[..., Any], arguments: Sequence[Any], trains: bool) -> None:
+        """Make the pass.  Raises TypeError or ValueError if the module or the function is unfit."""
+        staged, loss = self._staged, None
+        with staged.following(self), staged.buffers_without_values(), torch.set_grad_enabled(trains):
+            try:
+                loss = function(staged.module, *arguments)
+            except _NEEDS_VALUES as error:  # a loss may look at its value
+                if len(self.boundaries) < staged.count - 1:
+                    after = staged.layers[self._last].path if self._last >= 0 else "the beginning"
+                    raise ValueError(
+                        f"the code of the module or of {after!r} decides by values of tensors, which the other stages "
+                        f"lack, as experts and a mask made of activations do ({type(error).__name__}): make the mesh "
+                        "with pipeline=1"
+                    ) from error
+        if len(self.boundaries) < staged.count - 1:
+            missing = staged.layers[staged.firsts[len(self.boundaries) + 1]].path
+            raise ValueError(
+                f"function(module, *batch) has not called {missing!r}, at which a stage begins: call the whole module "
+                "once, and give stages= layers that its forward pass calls"
+            )
+        if loss is not None:
+            check_loss(loss)
+
+    def call(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        staged, layer = self._staged, self._staged.layers[number]
+        if number in self.outputs:
+            raise ValueError(
+                f"{layer.path!r} is called twice in a pass, and pipeline stages work one after the other: call the "
+                "module once in function(module, *batch), or make the mesh with pipeline=1"
+            )
+        begins = number == staged.firsts[layer.stage]
+        if number < self._last or layer.stage > len(self.boundaries) + begins:
+            is_late = number < self._last
+            other = staged.layers[self._last if is_late else staged.firsts[len(self.boundaries) + 1]].path
+            raise ValueError(
+                f"{layer.path!r} is called {'after' if is_late else 'before'} {other!r}, another order than that in "
+                "which the module has them: give stages= a dictionary whose keys are the names of the submodules and "
+                "lists in the order of their calls"
+            )
+        self._last = number
+        if layer.stage and begins:
+            self.boundaries[layer.stage] = Boundary((args, kwargs))
+        with staged.mode:
+            outputs = staged.compute(number, args, kwargs)
+        self.outputs[number] = Returned(outputs, (args, kwargs))
+        return outputs
+
+
+class StagePass:
+    """The pass of a micro-batch through the layers of one virtual stage.
+
+    `received` are the tensors of its boundary.  After `run` it has `ends`, the tensors for the next stage, or of the
+    last stage its loss.
+    """
+
+    def __init__(self, staged: StagedModule, survey: Survey, stage: int, received: Sequence[Any], trains: bool) -> None:
+        self._staged = staged
+        self._survey = survey
+        self._stage = stage
+        self._trains = trains
+        # The gradients of what was received, after the backward pass.
+        self.gradients: list[Any] = []
+        self._received = list(received)
+        if trains and stage:
+            boundary = survey.boundaries[stage]
+            self.gradients = [torch.zeros_like(each) for each in boundary.differentiable(received)]
+            anchor = torch.empty((), requires_grad=True)
+            self._received = list(_Received.apply(anchor, self._received, boundary.has_gradient, self.gradients))
+        self._values: dict[int, Any] = {}  # by the id of a tensor without values
+        self._unknown: list[Any] = []  # these, whose ids are in use
+        self.ends: list[Any] = []
+
+    def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        staged = self._staged
+        with staged.following(self), torch.set_grad_enabled(self._trains):
+            try:
+                loss = function(staged.module, *arguments)
+            except _StageEnd:
+                return
+        if self._stage < staged.count - 1:
+            raise RuntimeError(f"this pass has not called {staged.layers[staged.firsts[self._stage + 1]].path!r}")
+        if isinstance(loss, FakeTensor):
+            raise RuntimeError(
+                "the loss depends on layers of earlier stages in another way than through the arguments of "
+                f"{staged.layers[staged.firsts[self._stage]].path!r}, the first layer of the last stage: cut elsewhere"
+            )
+        check_loss(loss)
+        self.ends = [loss]
+
+    def backward(self, gradients: Sequence[Any]) -> None:
+        """The backward pass along the gradients of `ends`, some of which may need none."""
+        pairs = [(end, each) for end, each in zip(self.ends, gradients, strict=True) if end.requires_grad]
+        if pairs:
+            with self._staged.following(self):  # activation checkpoints call layers again
+                torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+        self.ends.clear()
+
+    def call(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        staged, layer = self._staged, self._staged.layers[number]
+        given = args, kwargs
+        if layer.stage < self._stage:
+            return self._survey.outputs[number].in_call(given)
+        if layer.stage > self._stage:
+            self.ends = self._survey.boundaries[layer.stage].picked(self._with_values(given, layer.path))
+            raise _StageEnd
+        if self._stage and number == staged.firsts[self._stage]:
+            if self._trains and not torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"{layer.path!r}, the first layer of a stage, is called without gradients in training, as by a "
+                    "reentrant activation checkpoint: give use_reentrant=False"
+                )
+            self._unknown = _unknown_in(given)
+            self._values = dict(zip(map(id, self._unknown), self._received, strict=True))
+        args, kwargs = self._with_values(given, layer.path)
+        return staged.compute(number, args, kwargs)
+
+    def _with_values(self, given: Any, path: str) -> Any:
+        given = with_tensors(given, self._values)
+        if _unknown_in(given):
+            first = self._staged.layers[self._staged.firsts[self._stage]].path
+            raise RuntimeError(
+                f"{path!r} gets a tensor that code outside of the layers has made of what earlier stages have, and "
+                f"{first!r}, the first layer of this stage, does not get it: give stages= a layer around both, or one "
+                "that gets all that follows from the layers before"
+            )
+        return given
+
+
+class _Received(torch.autograd.Function):
+    """What a stage has received, as a function of nothing here: its backward pass keeps the gradients to be sent."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Any, received: list[Any], has_gradient: list[bool], gradients: list[Any]) -> Any:
+        ctx.has_gradient, ctx.gradients = has_gradient, gradients
+        ctx.mark_non_differentiable(*(each for each, has in zip(received, has_gradient, strict=True) if not has))
+        return tuple(received)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.gradients[:] = [each for each, has in zip(gradients, ctx.has_gradient, strict=True) if has]
+        return None, None, None, None
+
+
+def check_loss(loss: Any) -> None:
+    """Raise TypeError or ValueError unless this is one number that autograd knows."""
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"function(module, *batch) must return the loss, a tensor, got a {type(loss).__name__}")
+    if loss.dim():
+        raise ValueError(
+            f"function(module, *batch) must return the loss as one number, of shape (), got shape {tuple(loss.shape)}; "
+            "take its mean, or with reduction='sum' its sum"
+        )
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch, as a pipeline hands it to its stages."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    factor: float  # of its loss in the loss of the batch
+    loss_scale: float
+    survey: Survey
+    trains: bool
+
+
+class StageChunk:
+    """One virtual stage, for `mpishard.pipeline.runtime`, whose arrays are bytes here."""
+
+    def __init__(self, staged: StagedModule, virtual_stage: int, device: Any) -> None:
+        self.virtual_stage = virtual_stage
+        self._staged = staged
+        self._is_last = virtual_stage == staged.count - 1
+        self._module = array_module(device)
+
+    def input_shape(self, batch: MicroBatch) -> tuple[int, ...]:
+        return (batch.survey.boundaries[self.virtual_stage].activations.nbytes,)
+
+    def output_shape(self, batch: MicroBatch) -> tuple[int, ...]:
+        return (batch.survey.boundaries[self.virtual_stage + 1].gradients.nbytes,)
+
+    def workspace(self) -> Workspace:
+        return Workspace(np.uint8, self._module)
+
+    def forward(self, x: Array | None, work: Workspace, batch: MicroBatch) -> Any:
+        survey, stage = batch.survey, self.virtual_stage
+        received = [] if x is None else survey.boundaries[stage].activations.unpack(x)
+        passed = StagePass(self._staged, survey, stage, received, batch.trains)
+        passed.run(batch.function, batch.arguments)
+        if batch.trains:
+            work.kept["pass"] = passed
+        if self._is_last:
+            return passed.ends[0].detach() * batch.factor
+        message = survey.boundaries[stage + 1].activations
+        output = work.save("sent", message.nbytes)
+        message.pack(passed.ends, output)
+        return output
+
+    infer = forward
+
+    def backward(self, dy: Array | None, work: Workspace, batch: MicroBatch) -> Array | None:
+        survey, stage = batch.survey, self.virtual_stage
+        passed: StagePass = work.kept.pop("pass")
+        if dy is None:
+            gradients = [torch.full_like(passed.ends[0], batch.factor * batch.loss_scale)]
+        else:
+            after = survey.boundaries[stage + 1]
+            passed.ends = after.differentiable(passed.ends)
+            gradients = after.gradients.unpack(dy)
+        passed.backward(gradients)
+        if not stage:
+            return None
+        message = survey.boundaries[stage].gradients
+        dx = work.save("gradients", message.nbytes)
+        message.pack(passed.gradients, dx)
+        return dx
+
+    def input_gradient(self, dy: Array | None, work: Workspace, batch: MicroBatch) -> Array | None:
+        raise NotImplementedError("autograd computes both gradients in one pass")
+
+    def weight_gradient(self, work: Workspace) -> None:
+        raise NotImplementedError("autograd computes both gradients in one pass")

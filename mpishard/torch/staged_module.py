@@ -1,0 +1,320 @@
+"""A PyTorch module of which each pipeline rank keeps the layers of its own stages.
+
+The forward pass of the module runs on every stage. Parameters of other stages are there without values, as PyTorch's
+fake tensors, and a layer calls back before it computes: `mpishard.torch.stage_passes` says what it returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mpishard.arguments import flag, listed
+from mpishard.comm.agreement import opening
+from mpishard.comm.mesh import Mesh
+from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
+from mpishard.torch.memory import as_reals, broadcast_values
+from mpishard.torch.stages import StageLayer
+from mpishard.torch.units import HOW_TO_SAVE, plain_name
+
+
+class Walk(Protocol):
+    """A pass through the layers that is under way."""
+
+    def call(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What a layer returns."""
+
+
+class _Hook(partial):
+    """What a `StagedModule` has put into the module, which pickle and copy meet first."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a module cut into pipeline stages belongs to its mesh and cannot be copied or pickled: {HOW_TO_SAVE}"
+        )
+
+
+class StagedModule:
+    """The layers of a module on the pipeline axis of a mesh, and the parameters of this rank.
+
+    Nothing is changed before `cut`. `trained` and `frozen` are all parameters by name; those that are in no layer are
+    on all stages. Methods are collective over the pipeline axis, unless they say otherwise.
+    """
+
+    def __init__(
+        self, module: Any, mesh: Mesh, layers: list[StageLayer], trained: Mapping[str, Any], frozen: Mapping[str, Any]
+    ) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.layers = layers
+        self.count: int = layers[-1].stage + 1  # of virtual stages
+        numbers = range(len(layers))
+        # By virtual stage the number of its first layer.
+        self.firsts: list[int] = [next(n for n in numbers if layers[n].stage == v) for v in range(self.count)]
+        self.trained = dict(trained)  # of all stages
+        self.mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+        self._axis = mesh.pipeline
+        self._tensors = {**trained, **frozen}
+        self._forms = {name: (p.shape, p.dtype, p.device) for name, p in self._tensors.items()}
+        self._stages = _stages_of(layers, self._tensors, self.count)
+        self._check_trained()
+        self._forwards: list[Any] = []  # of the layers, by number
+        self._places: dict[str, list[tuple[Any, str]]] = {}  # where an absent parameter is in the module
+        self._fakes: dict[str, Any] = {}  # what is there now
+        self._stage_of_buffer: dict[str, int] = {}
+        self._buffers: dict[str, Any] = {}
+        self._handles: list[Any] = []
+        self._walk: Walk | None = None
+        self._summoned = False
+        self._is_lost = False
+
+    def _check_trained(self) -> None:
+        for rank in range(self._axis.size):
+            if not any(self.place.runner(stage) == rank for name in self.trained for stage in self._stages[name]):
+                own = listed(layer.path for layer in self.layers if self.place.runner(layer.stage) == rank)
+                raise ValueError(
+                    f"pipeline rank {rank} would have no parameter to train, of {own}: give stages= other cuts, or "
+                    "make the mesh with fewer pipeline ranks"
+                )
+
+    @property
+    def described(self) -> str:
+        """The stages, as a short text that differs where they do."""
+        text = " ".join(f"{layer.path}:{layer.stage}" for layer in self.layers)
+        return f"{len(self.layers)} layers [{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}]"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("the stages of a module belong to its mesh and cannot be copied or pickled")
+
+    # -- the parameters of this rank ----------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> ModelParallelRank:
+        """The pipeline rank."""
+        return self.mesh.place
+
+    def holds(self, name: str) -> bool:
+        """Return True if a parameter is on this rank. Not collective."""
+        return any(map(self.place.runs, self._stages[name]))
+
+    def is_absent(self, name: str) -> bool:
+        """Return True if the module has a parameter without values now. Not collective."""
+        return name in self._fakes
+
+    def held(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of some parameters that are on this rank. Not collective."""
+        return {name: p for name, p in tensors.items() if self.holds(name)}
+
+    @property
+    def specs(self) -> list[ParameterSpec]:
+        """Those of all trained parameters."""
+        found = []
+        for name in self.trained:
+            shape, dtype, _ = self._forms[name]
+            first, *others = self._stages[name]
+            reals = as_reals(torch.empty(shape, dtype=dtype, device="meta")).shape
+            found.append(ParameterSpec(name, tuple(reals), first, copies=tuple(others)))
+        return found
+
+    @property
+    def wholes(self) -> dict[str, Any]:
+        """All trained parameters by name, as tensors without values."""
+        forms = {name: self._forms[name] for name in self.trained}
+        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype, _) in forms.items()}
+
+    def gathered(self, own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], like: Any) -> dict[str, Any]:
+        """Tensors that belong to parameters, such as masters, from the stages that have them.
+
+        `own` are those of this rank, `shapes` those of all by name, `like` a tensor of their dtype and device.
+        """
+        found = {}
+        for name, shape in shapes.items():
+            found[name] = own[name] if name in own else like.new_empty(shape)
+            self._from_owner(name, found[name])
+        return found
+
+    def cut(self, buffers: Mapping[str, Any]) -> None:
+        """Leave this rank the parameters of its stages, with the values of rank 0, and let layers call back."""
+        self._buffers = dict(buffers)
+        names = {id(buffer): name for name, buffer in buffers.items()}
+        for tensor in (*buffers.values(), *self._tensors.values()):
+            broadcast_values(tensor, self._axis)
+        for layer in self.layers:
+            inside = {names[id(each)] for each in layer.module.buffers() if id(each) in names}
+            self._stage_of_buffer.update(dict.fromkeys(inside, layer.stage))
+        name_of = {id(p): name for name, p in self._tensors.items() if not self.holds(name)}
+        for child in self.module.modules():
+            for key, p in child._parameters.items():
+                if p is not None and id(p) in name_of:
+                    self._places.setdefault(name_of[id(p)], []).append((child._parameters, key))
+        self._fakes = {name: self.mode.from_tensor(self._tensors[name]) for name in self._places}
+        self._leave()
+        run = torch.compiler.disable(StagedModule._run)
+        for number, layer in enumerate(self.layers):
+            self._forwards.append(layer.module.forward)
+            layer.module.forward = _Hook(run, self, number)
+        refuse = _Hook(StagedModule._check_summoned, self)
+        for child in self.module.modules():
+            self._handles.append(child.register_state_dict_pre_hook(refuse))
+            self._handles.append(child.register_load_state_dict_pre_hook(refuse))
+
+    def remove(self, restores: bool) -> None:
+        """Remove what `cut` has changed; if `restores`, give the module all parameters, else its passes raise.
+
+        Collective then.
+        """
+        if self._is_lost or not self._forwards:
+            return
+        if not restores:
+            self._is_lost = True
+            return
+        self._enter()
+        for handle in self._handles:
+            handle.remove()
+        for layer in self.layers:
+            del layer.module.forward
+        self._handles.clear()
+        self._forwards.clear()
+
+    def share_buffers(self) -> None:
+        """Give all stages the buffers of the layers of each."""
+        for name, stage in self._stage_of_buffer.items():
+            broadcast_values(self._buffers[name], self._axis, self.place.runner(stage))
+
+    def check_not_summoned(self, what: str, would: str = "be undone at its end") -> None:
+        """Raise ValueError within `summoned`, as `ShardedModule.check_not_summoned`. Not collective."""
+        if self._summoned:
+            raise ValueError(f"{what} within summon_full_parameters would {would}: leave the context before")
+
+    @contextlib.contextmanager
+    def summoned(self, writeback: bool) -> Iterator[None]:
+        """Give the module all parameters; at the end rank 0's values are those of all ranks, or are dropped.
+
+        Collective over the mesh. Meanwhile the module computes by itself.
+        """
+        if self._summoned:
+            yield
+            return
+        with opening(self.mesh.world, "summon_full_parameters") as same:
+            same["writeback"] = flag("writeback", writeback)
+        before = {} if writeback else {name: p.detach().clone() for name, p in self.held(self._tensors).items()}
+        self._enter()
+        self._summoned = True
+        try:
+            yield
+            for p in self._tensors.values() if writeback else ():
+                broadcast_values(p, self.mesh.world)
+        finally:
+            self._summoned = False
+            for name, values in before.items():
+                self._tensors[name].detach().copy_(values)
+            self._leave()
+
+    def _enter(self) -> None:
+        """Put the absent parameters, and the buffers of all stages, into the module."""
+        self.share_buffers()
+        for name in self._tensors:
+            p, (shape, _, _) = self._tensors[name], self._forms[name]
+            if not self.holds(name):
+                p.data = p.detach().new_empty(shape)
+            self._from_owner(name, p)
+            for table, key in self._places.get(name, ()):
+                table[key] = p
+
+    def _leave(self) -> None:
+        """Free the absent parameters, and put those without values in their places."""
+        for name, places in self._places.items():
+            p = self._tensors[name]
+            p.grad = None
+            p.data = p.detach().new_empty(0)
+            for table, key in places:
+                table[key] = self._fakes[name]
+
+    def _from_owner(self, name: str, values: Any) -> None:
+        broadcast_values(values, self._axis, self.place.runner(self._stages[name][0]))
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def following(self, walk: Walk) -> Iterator[None]:
+        """A context in which layers return what a pass says. Not collective."""
+        self._walk = walk
+        try:
+            yield
+        finally:
+            self._walk = None
+
+    @contextlib.contextmanager
+    def buffers_without_values(self) -> Iterator[None]:
+        """A context in which the buffers of layers stay as they are: the module has others. Not collective."""
+        found = []
+        for layer in self.layers:
+            for child in layer.module.modules():
+                found += [(child._buffers, key, each) for key, each in child._buffers.items() if each is not None]
+        try:
+            for table, key, buffer in found:
+                table[key] = self.mode.from_tensor(buffer)
+            yield
+        finally:
+            for table, key, buffer in found:
+                table[key] = buffer
+
+    def compute(self, number: int, args: Any, kwargs: Any) -> Any:
+        """The forward pass of a layer itself. Not collective."""
+        return self._forwards[number](*args, **kwargs)
+
+    def _run(self, number: int, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of a layer, as the module calls it."""
+        self._check_alive()
+        if self._summoned:
+            return self.compute(number, args, kwargs)
+        if self._walk is None:
+            raise RuntimeError(
+                f"under pipeline={self._axis.size} a rank has the layers of its stages only: call loss_and_gradient("
+                "function, *batch) or loss(function, *batch) of the optimizer of as_distributed, with "
+                "function(module, *batch); or the module within `with mpishard.torch.summon_full_parameters(module):`, "
+                "on all ranks"
+            )
+        return self._walk.call(number, args, kwargs)
+
+    def _check_alive(self) -> None:
+        if self._is_lost:
+            raise RuntimeError(
+                "the module has the layers of a stage only, since the optimizer of as_distributed, which has cut it, "
+                "was collected as garbage; call its close() before, on all ranks, which leaves the module whole"
+            )
+
+    def _check_summoned(self, *_: Any, **__: Any) -> None:
+        self._check_alive()
+        if not self._summoned:
+            raise RuntimeError(
+                f"under pipeline={self._axis.size} a rank has the parameters of its stages: call state_dict() or "
+                "load_state_dict() of the module within `with mpishard.torch.summon_full_parameters(module):`, on all "
+                "ranks, or use save_checkpoint() and load_checkpoint() of the optimizer of as_distributed"
+            )
+
+
+def _stages_of(layers: list[StageLayer], tensors: Mapping[str, Any], count: int) -> dict[str, tuple[int, ...]]:
+    """The virtual stages that have a parameter, by name: those of its layers, or all."""
+    name_of = {id(p): name for name, p in tensors.items()}
+    found: dict[str, set[int]] = {name: set() for name in tensors}
+    for layer in layers:
+        for p in layer.module.parameters():
+            found[name_of[id(p)]].add(layer.stage)
+    return {name: tuple(sorted(stages)) or tuple(range(count)) for name, stages in found.items()}
+
+
+def check_has_all_stages(module: Any) -> None:
+    """Raise ValueError if a module was cut into stages by an optimizer that nobody holds any more."""
+    for path, child in module.named_modules():
+        if isinstance(vars(child).get("forward"), _Hook):
+            raise ValueError(
+                f"{plain_name(path)!r} is a layer of a stage: the optimizer of as_distributed, which has cut the "
+                "module, was collected as garbage; call its close() before, on all ranks"
+            )

@@ -1,0 +1,254 @@
+"""PyTorch modules that a pipeline has cut, beside the whole module in one process."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import numpy as np
+import pytest
+import variants
+
+import mpishard
+from mpishard import Mesh, ShardingConfiguration
+
+torch = pytest.importorskip("torch")
+from torch_models import assert_same_parameters  # noqa: E402
+from torch_plans import PLAN, RULE, adamw, fresh, loss_of, take_steps, words_of  # noqa: E402
+from torch_stages import KINDS, made, sequential, take_micro_steps  # noqa: E402
+
+
+def pipeline_of(comm):
+    """Two pipeline ranks where they divide the ranks, else all."""
+    return 2 if comm.size % 2 == 0 else comm.size
+
+
+@pytest.fixture
+def pipeline_mesh(comm):
+    """Copies on ranks are compared after every step."""
+    with Mesh(comm, pipeline=pipeline_of(comm), debug=True) as mesh:
+        yield mesh
+
+
+needs_ranks = pytest.mark.mpi(min_size=2)
+
+
+def distributed(module, mesh, rule=RULE, **options):
+    return mpishard.torch.as_distributed(module, mesh, rule, **{"microbatches": 3, **options})
+
+
+# Steps.
+
+
+QUICK = [("streams", 2), ("gpt2", 0)]
+OTHERS = [(name, zero) for name in KINDS for zero in range(3) if (name, zero) not in QUICK]
+
+
+@pytest.mark.parametrize(("name", "zero"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.full) for each in OTHERS)])
+def test_steps_are_those_of_one_process(pipeline_mesh, name, zero):
+    """Tied weights, several tensors between stages, and one parameter that all stages have."""
+    if name in ("llama", "gpt2"):
+        pytest.importorskip("transformers")
+    whole, module = made(name), made(name)
+    for p in module.parameters():
+        p.detach().mul_(1 if pipeline_mesh.rank == 0 else 0)  # those of rank 0 count
+    optimizer = distributed(module, pipeline_mesh, zero=zero)
+    ranks = pipeline_mesh.pipeline.size
+    held = sum(p.untyped_storage().nbytes() for p in optimizer._state.all_trained.values() if p.numel())
+    assert ranks == 1 or len(optimizer.parameters) < len(optimizer.parameters.specs) and held
+    expected = take_steps(whole, adamw(whole), range(10))
+    losses = take_micro_steps(module, optimizer, range(10), pipeline_mesh.data)
+    means = pipeline_mesh.data.all_reduce(np.array(losses)) / pipeline_mesh.data.size
+    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-12)
+    with mpishard.torch.summon_full_parameters(module, writeback=False):
+        assert loss_of(module, words_of(11)).item() == pytest.approx(loss_of(whole, words_of(11)).item(), abs=1e-12)
+    assert optimizer.loss(loss_of, words_of(11)) == pytest.approx(loss_of(whole, words_of(11)).item(), abs=1e-12)
+    optimizer.close()
+    assert_same_parameters(module, whole, atol=1e-12)
+
+
+@pytest.mark.full
+@needs_ranks
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+def test_other_schedules(pipeline_mesh, schedule):
+    chunks = 2 if schedule == "interleaved" else 1
+    whole, module = fresh(layers=6), fresh(layers=6)
+    optimizer = distributed(module, pipeline_mesh, schedule=schedule, chunks=chunks, microbatches=4)
+    expected = take_steps(whole, adamw(whole), range(3))
+    losses = take_micro_steps(module, optimizer, range(3), pipeline_mesh.data)
+    means = pipeline_mesh.data.all_reduce(np.array(losses)) / pipeline_mesh.data.size
+    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-12)
+    optimizer.close()
+    assert_same_parameters(module, whole, atol=1e-12)
+
+
+@pytest.mark.parametrize("zero", [0, *variants.full(2)])
+def test_the_norm_is_that_of_the_whole_gradient(pipeline_mesh, zero):
+    """Of tied tensors once; two batches without sums between them, by the method and by the setting."""
+    config = ShardingConfiguration(pipeline_mesh, max_gradient_norm=0.3)
+    whole, module = made("streams"), made("streams")
+    theirs, optimizer = adamw(whole), distributed(module, config, zero=zero)
+    axis = pipeline_mesh.data
+    for step in range(2):
+        theirs.zero_grad()
+        (loss_of(whole, words_of(step)) + loss_of(whole, words_of(step + 7))).backward()
+        expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5).item()
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.3)
+        theirs.step()
+        with optimizer.no_sync():
+            optimizer.loss_and_gradient(loss_of, words_of(step, axis.rank, axis.size))
+        optimizer.loss_and_gradient(loss_of, words_of(step + 7, axis.rank, axis.size))
+        assert optimizer.clip_grad_norm_(0.5).item() == pytest.approx(expected, rel=1e-12)
+        optimizer.step()
+    optimizer.close()
+    torch.testing.assert_close(dict(module.named_parameters()), dict(whole.named_parameters()), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.full
+@needs_ranks
+def test_steps_of_an_optimizer_of_pytorch(pipeline_mesh):
+    whole, module = made("streams"), made("streams")
+    expected = take_steps(whole, adamw(whole), range(3))
+    optimizer = distributed(module, pipeline_mesh, adamw(module))
+    losses = take_micro_steps(module, optimizer, range(3), pipeline_mesh.data)
+    means = pipeline_mesh.data.all_reduce(np.array(losses)) / pipeline_mesh.data.size
+    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-12)
+    optimizer.close()
+    assert_same_parameters(module, whole, atol=1e-12)
+
+
+# States on other ranks.
+
+
+def emptied(name):
+    """The module without the values that a checkpoint has."""
+    module = made(name)
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.detach().zero_()
+    return module
+
+
+@pytest.mark.parametrize(("zero", "other_zero"), [(0, 1), pytest.param(2, 0, marks=pytest.mark.full)])
+def test_a_run_continues_on_other_ranks(comm, folder, zero, other_zero):
+    """From pipeline ranks to data ranks and back, by a checkpoint, by state_dict, and by a state of PyTorch."""
+    whole = made("streams")
+    take_steps(whole, adamw(whole), range(6))
+    with Mesh(comm, pipeline=pipeline_of(comm)) as mesh, Mesh(comm) as data_mesh:
+        module = made("streams")
+        first = distributed(module, mesh, zero=zero)
+        take_micro_steps(module, first, range(2), mesh.data)
+        first.save_checkpoint(folder / "first")
+        states = first.state_dict(), first.state_dict("torch")
+        with mpishard.torch.summon_full_parameters(module):
+            values = copy.deepcopy({name: value.clone() for name, value in module.state_dict().items()})
+        assert all(int(values[f"layers.{number}.calls"]) for number in range(4))
+        second = emptied("streams")
+        optimizer = distributed(second, data_mesh, zero=other_zero)
+        optimizer.load_checkpoint(folder / "first")
+        for step in (2, 3):  # all samples on each rank: the mean of their means
+            optimizer.loss_and_gradient(loss_of, words_of(step))
+            optimizer.step()
+        optimizer.save_checkpoint(folder / "second")
+        optimizer.close()
+        take_micro_steps(module, first, range(2, 4), mesh.data)
+        first.load_checkpoint(folder / "second")
+        take_micro_steps(module, first, range(4, 6), mesh.data)
+        first.close()
+        assert_same_parameters(module, whole, atol=1e-12)
+        for state in states:
+            again = emptied("streams")
+            optimizer = distributed(again, mesh, zero=other_zero)
+            with mpishard.torch.summon_full_parameters(again):
+                again.load_state_dict(values)
+            optimizer.load_state_dict(state)
+            take_micro_steps(again, optimizer, range(2, 6), mesh.data)
+            optimizer.close()
+            assert_same_parameters(again, whole, atol=1e-12)
+
+
+@pytest.mark.full
+@needs_ranks
+def test_parameters_of_half_precision_keep_their_masters(pipeline_mesh, folder):
+    module = made("streams").bfloat16()
+    optimizer = distributed(module, pipeline_mesh)
+    take_micro_steps(module, optimizer, range(2), pipeline_mesh.data)
+    state = optimizer.state_dict()
+    assert set(state["masters"]) == set(optimizer._state.all_trained)
+    optimizer.save_checkpoint(folder)
+    optimizer.close()
+    for load in (lambda each: each.load_state_dict(state), lambda each: each.load_checkpoint(folder)):
+        other = emptied("streams").bfloat16()
+        again = distributed(other, pipeline_mesh)
+        load(again)
+        again.close()
+        assert_same_parameters(other, module, atol=0)
+
+
+# What is refused.
+
+
+@needs_ranks
+def test_a_module_in_stages_says_what_it_cannot_do(pipeline_mesh):
+    module = made("streams")
+    optimizer = distributed(module, pipeline_mesh)
+    with pytest.raises(RuntimeError, match="loss_and_gradient"):
+        module(words_of(0))
+    with pytest.raises(RuntimeError, match="summon_full_parameters"):
+        module.state_dict()
+    with pytest.raises(TypeError, match="copied or pickled"):
+        copy.deepcopy(module)
+    with pytest.raises(ValueError, match="another optimizer"):
+        distributed(module, pipeline_mesh)
+    with pytest.raises(ValueError, match="pipeline=1"), mpishard.torch.join(optimizer):
+        pass
+    with mpishard.torch.summon_full_parameters(module), pytest.raises(ValueError, match="a pass of the stages"):
+        optimizer.loss(loss_of, words_of(0))
+    with pytest.raises(ValueError, match=r"mesh\.data\.rank"):
+        optimizer.loss_and_gradient(loss_of, words_of(pipeline_mesh.rank))
+    with pytest.raises(ValueError, match="mean"):
+        optimizer.loss_and_gradient(loss_of, words_of(0), reduction="mean" if pipeline_mesh.rank else "none")
+    del optimizer
+    gc.collect()
+    with pytest.raises(RuntimeError, match="close"):
+        module(words_of(0))
+    with pytest.raises(ValueError, match="close"):
+        distributed(module, pipeline_mesh)
+
+
+@needs_ranks
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(zero=3), "zero=3"),
+        (dict(schedule="zb-h1"), "zb-h1"),
+        (dict(chunks=2), "chunk"),
+        (dict(stages=["nothing"]), "'nothing'"),
+        (dict(microbatches=0), "microbatches"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_does_not_go_together_is_refused_on_all_ranks(pipeline_mesh, options, message):
+    module = made("streams")
+    given = options if pipeline_mesh.rank else {}
+    with pytest.raises(ValueError, match=message):
+        distributed(module, pipeline_mesh, **given)
+    module.load_state_dict(made("streams").state_dict())
+
+
+@needs_ranks
+def test_meshes_and_settings_that_do_not_go_with_stages(comm, pipeline_mesh):
+    if comm.size == 4:
+        with Mesh(comm, pipeline=2, tensor=2) as mesh, pytest.raises(ValueError, match="tensor=1 or pipeline=1"):
+            distributed(fresh(), mesh, plan=PLAN)
+    for config, message in (
+        (ShardingConfiguration(pipeline_mesh, reproducible=True), "reproducible"),
+        (ShardingConfiguration(pipeline_mesh, sync_every=2), "sync_every"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            distributed(sequential(), config)
+    frozen = sequential()
+    frozen[0].requires_grad_(False)
+    with pytest.raises(ValueError, match="pipeline rank 0 would have no parameter"):
+        distributed(frozen, pipeline_mesh, stages=["2", "4"][: pipeline_mesh.pipeline.size - 1])
+    with Mesh(comm) as mesh, pytest.raises(ValueError, match="zb-h1"):
+        distributed(sequential(), mesh, schedule="zb-h1")
