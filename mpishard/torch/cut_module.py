@@ -31,6 +31,11 @@ from mpishard.torch.plans import LayerCut, cuts_of, dropout_rate, styles_of, ter
 from mpishard.torch.tensor_ops import moved
 from mpishard.torch.units import HOW_TO_SAVE, plain_name, tensors_in
 
+_OF_PARTS = (
+    "this was a pass with one rank's part of each layer that the plan cuts.  If the whole module takes these inputs, "
+    "the plan does not fit: a layer behind a 'colwise' one gets a part of its features: give it 'rowwise'"
+)
+
 
 class TensorPart(NamedTuple):
     """How a parameter is cut: rank r has ``[offsets[r], offsets[r + 1])`` of a dimension.
@@ -429,8 +434,12 @@ class CutModule:
                 for child in modes:
                     child.training = False
                 self._is_local = True
-                with raised_on_all(self._axis):
-                    record()
+                try:
+                    with raised_on_all(self._axis):
+                        record()
+                except Exception as error:
+                    error.add_note(_OF_PARTS)
+                    raise
                 self._is_local = False
                 own = record()
                 with self.summoned(False, False), raised_on_all(self._axis):
@@ -447,6 +456,7 @@ class CutModule:
                     f"the plan does not fit the code of the module: {error}.  Between a layer whose outputs are cut "
                     "and one whose inputs are cut each feature, or head, is for itself: give the first "
                     "'colwise_gather_output' and the second 'rowwise_split_input', or leave both out of the plan; "
+                    "layers packed in one, as a qkv that chunk(3, -1) takes apart, need ('packed_colwise', 3); "
                     "for a module that gives other numbers each time, check_plan=False"
                 ) from None
         self._is_unchecked = False

@@ -405,7 +405,7 @@ def _odd_is_refused(x, y):
 @pytest.mark.parametrize(
     ("function", "features", "kept", "message"),
     [
-        (lambda x, y: torch.mul(*y.chunk(2, -1)), 12, 6, "the input of 'down' differs.*colwise_gather_output"),
+        (lambda x, y: torch.mul(*y.chunk(2, -1)), 12, 6, "the input of 'down' differs.*packed_colwise"),
         (lambda x, y: y.softmax(-1), 12, 12, "the input of 'down' differs"),
         (_odd_is_refused, 7, 7, "odd number"),
     ],
@@ -417,8 +417,10 @@ def test_code_that_mixes_cut_features_is_found_in_the_first_pass(tensor_mesh, ze
     optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, zero=zero, plan=BETWEEN)
     x = torch.linspace(-1, 1, 4 * WIDTH).double().reshape(4, WIDTH)
     for _ in range(2):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as caught:
             module(x)
+        if message == "odd number":
+            assert "give it 'rowwise'" in caught.value.__notes__[-1]
     assert module.training and module.up.training
     optimizer.close()
     assert_same_parameters(module, before, atol=0)
