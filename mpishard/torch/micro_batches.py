@@ -55,6 +55,11 @@ class PipelineSettings:
         warn_if_bubbly(make_schedule(self.name, ranks, self.microbatches, self.chunks))
 
 
+def _kinds(batch: tuple[Any, ...]) -> str:
+    kinds = f"but {', '.join(type(each).__name__ for each in batch)}" if batch else "since nothing was given"
+    return f"no tensor with samples, {kinds}"
+
+
 def micro_batches_of(batch: tuple[Any, ...], most: int, reduction: str) -> list[tuple[tuple[Any, ...], float]]:
     """A batch cut along the first dimension of its tensors: micro-batches, and the factors of their losses.
 
@@ -65,7 +70,7 @@ def micro_batches_of(batch: tuple[Any, ...], most: int, reduction: str) -> list[
     tensors = [each for each in tensors_in(batch) if each.dim()]
     sizes = sorted({len(each) for each in tensors})
     if len(sizes) != 1 or not sizes[0]:
-        given = f"tensors of {' and '.join(map(str, sizes))} samples" if sizes else "no tensor"
+        given = f"tensors of {' and '.join(map(str, sizes))} samples" if sizes else _kinds(batch)
         raise ValueError(
             f"the batch has {given}, and is cut along the first dimension: give tensors of equally many samples, one "
             "at least, and what has no samples in the function"

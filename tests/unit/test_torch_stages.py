@@ -124,8 +124,14 @@ def test_a_batch_is_cut_along_the_samples():
 
 @pytest.mark.parametrize(
     ("batch", "message"),
-    [((torch.zeros(3), torch.zeros(4)), "3 and 4"), (("text",), "no tensor"), ((torch.zeros(0),), "0 samples")],
-    ids=["uneven", "none", "empty"],
+    [
+        ((torch.zeros(3), torch.zeros(4)), "3 and 4"),
+        (("text", None), "no tensor with samples, but str, NoneType"),
+        ((torch.tensor(1.0),), "no tensor with samples, but Tensor"),
+        ((), "nothing was given"),
+        ((torch.zeros(0),), "0 samples"),
+    ],
+    ids=["two_sizes", "text", "zero_dimensions", "none", "empty"],
 )
 def test_a_batch_without_equally_many_samples_is_refused(batch, message):
     with pytest.raises(ValueError, match=message):
