@@ -414,9 +414,7 @@ class SmoothedTotalVariation(RegularizationTerm):
 def check_shape(kind: str, shape: tuple[int, ...], own: tuple[int, ...]) -> None:
     """Raise ValueError if a term has the shape of another grid than an array of several dimensions."""
     if shape != own and sum(extent != 1 for extent in own) > 1:
-        raise ValueError(
-            f"{kind}: shape={shape}, but the array has the shape {own}: leave shape= out, or give a flat one"
-        )
+        raise ValueError(f"{kind}: shape={shape}, but the array has the shape {own}: leave shape= out")
 
 
 def _range(values: Array) -> tuple[float, float]:

@@ -410,7 +410,8 @@ class FieldOfTerm:
         if shape is not None:
             is_flat = not self.is_cut and sum(extent != 1 for extent in self.shape) < 2
             if prod(shape) != prod(self.shape) or (shape != self.shape and not is_flat):
-                raise ValueError(f"{kind}: shape={shape}, but the array has the shape {self.shape}")
+                way = "give one of as many elements" if is_flat else "leave shape= out"
+                raise ValueError(f"{kind}: shape={shape}, but the array has the shape {self.shape}: {way}")
             self.shape, self.box = shape, self.box if self.is_cut else whole_box(shape)
         self.local_shape = box_shape(self.box)
         self.size = prod(self.local_shape)
