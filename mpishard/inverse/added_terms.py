@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from numbers import Real
 from typing import Any
 
@@ -16,7 +17,7 @@ from mpishard.comm.mesh import Mesh
 from mpishard.inverse.functions import TERMS, AddedTerms, world_of
 from mpishard.inverse.nonsmooth import NonsmoothTerm
 from mpishard.inverse.priors import Prior
-from mpishard.inverse.regularization import RegularizationTerm
+from mpishard.inverse.regularization import RegularizationTerm, check_shape
 from mpishard.inverse.stencils import sum_of_cells
 from mpishard.inverse.unknowns import Unknowns, has_names
 from mpishard.layout.tensors import ParameterSpec
@@ -171,6 +172,9 @@ def regularized(
         )
 
     def smooth_of_shape(shape: tuple[int, ...]) -> Callable[..., Any]:
+        for term in smooth:
+            if term.shape is not None and prod(term.shape) == prod(shape):
+                check_shape(type(term).__name__, term.shape, shape)
         inside = function if inner is None else inner.smooth_of_shape(shape)
         shaped = [replace(term, shape=shape) if term.shape is None else term for term in smooth]
         return regularized(inside, [*shaped, *priors], mesh=mesh, reduction=reduction) if shaped or priors else inside

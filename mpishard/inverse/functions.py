@@ -248,7 +248,7 @@ def number_of(value: Any) -> float:
         raise ValueError(f"fun must return its value as one number, got an array of the shape {value.shape}")
     try:
         return returned(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise TypeError(f"fun must return its value as one real number, got {shown(value)}") from None
 
 

@@ -94,6 +94,11 @@ class RegularizationTerm(ABC):
         for name in ("reference", "mask"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, arrays.as_array(getattr(self, name)))
+        if self.shape is not None:
+            extents = self.shape if isinstance(self.shape, Sequence | np.ndarray) else (self.shape,)
+            kind = type(self).__name__
+            shape = tuple(integer(f"{kind}: shape", extent, least=0) for extent in extents)
+            object.__setattr__(self, "shape", shape)
         if np.ndim(self.weight) == 0:
             object.__setattr__(self, "weight", number("weight", without_dimensions(self.weight), least=0))
         steps = self.spacing if isinstance(self.spacing, Sequence | np.ndarray) else [self.spacing]
@@ -111,8 +116,9 @@ class RegularizationTerm(ABC):
                 )
         if np.ndim(self.weight):
             object.__setattr__(self, "weight", arrays.as_array(self.weight))
-            smallest, largest = _range(self.weight)
             with raised_on_all(self._axis):
+                self._check_numbers("weight")
+                smallest, largest = _range(self.weight)
                 if not 0 <= smallest <= largest < np.inf:
                     raise ValueError(f"weight is from {smallest:g} to {largest:g}, and must be finite and not negative")
 
@@ -203,11 +209,18 @@ class RegularizationTerm(ABC):
             field -= self.reference.reshape(field.shape if self.reference.ndim else ())
         return field
 
+    def _check_numbers(self, name: str) -> None:
+        """Raise TypeError if an array is not of real numbers."""
+        given = getattr(self, name)
+        if given.dtype.kind not in "biuf":
+            raise TypeError(f"{type(self).__name__}: {name}={shown(given)} must be a number or an array of real ones")
+
     def _check_fits(self, x: Array) -> None:
-        """Raise ValueError if shape, spacing or an array do not fit a field."""
+        """Raise ValueError or TypeError if shape, spacing or an array do not fit a field."""
         kind, shape = type(self).__name__, tuple(x.shape if self.shape is None else self.shape)
         if prod(shape) != x.size:
             raise ValueError(f"{kind}: shape={shape} has {prod(shape)} cells, but the field {x.size}; give its own")
+        check_shape(kind, shape, tuple(x.shape))
         if len(self.spacing) not in (1, len(shape)):
             raise ValueError(
                 f"{kind}: spacing has {len(self.spacing)} numbers, but the field {len(shape)} dimensions; give one for "
@@ -217,6 +230,7 @@ class RegularizationTerm(ABC):
             array = getattr(self, name)
             if array is None or isinstance(array, float):
                 continue
+            self._check_numbers(name)
             if tuple(array.shape) not in (shape, (x.size,)) and not (name == "reference" and array.ndim == 0):
                 part = "" if isinstance(self._axis, OneRank) else " on this rank"
                 raise ValueError(
@@ -395,6 +409,12 @@ class SmoothedTotalVariation(RegularizationTerm):
         length = self._length(differences)
         share = _squares(differences, moved) / (length * length)
         return [(other - each * share) / length for each, other in zip(differences, moved, strict=True)]
+
+
+def check_shape(kind: str, shape: tuple[int, ...], own: tuple[int, ...]) -> None:
+    """Raise ValueError if a term has the shape of another grid than an array of several dimensions."""
+    if shape != own and sum(extent != 1 for extent in own) > 1:
+        raise ValueError(f"{kind}: shape={shape}, but the array has the shape {own}: leave shape= out")
 
 
 def _range(values: Array) -> tuple[float, float]:

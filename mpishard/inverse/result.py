@@ -237,6 +237,9 @@ def pair_of_bounds(bounds: Any, size: int) -> Any:
             np.array([_number(each[side], index, none) for index, each in enumerate(bounds)], np.float64)
             for side, none in enumerate((-np.inf, np.inf))
         )
+    if len(bounds) == size and size != 2:
+        index = next(index for index, each in enumerate(bounds) if not _is_pair(each))
+        raise ValueError(f"bounds[{index}]={shown(bounds[index])} is no pair (lower, upper); give {_FORMS}")
     if len(bounds) != 2:
         raise ValueError(f"bounds have {len(bounds)} entries, but x0 has {size} elements; give {_FORMS}")
     return _ends((bounds[0], bounds[1]))

@@ -408,8 +408,10 @@ class FieldOfTerm:
                 f"{'' if needs_grid else ', or without ids'}"
             )
         if shape is not None:
-            if self.is_cut and shape != self.shape or prod(shape) != prod(self.shape):
-                raise ValueError(f"{kind}: shape={shape}, but the array has the shape {self.shape}")
+            is_flat = not self.is_cut and sum(extent != 1 for extent in self.shape) < 2
+            if prod(shape) != prod(self.shape) or (shape != self.shape and not is_flat):
+                way = "give one of as many elements" if is_flat else "leave shape= out"
+                raise ValueError(f"{kind}: shape={shape}, but the array has the shape {self.shape}: {way}")
             self.shape, self.box = shape, self.box if self.is_cut else whole_box(shape)
         self.local_shape = box_shape(self.box)
         self.size = prod(self.local_shape)
@@ -426,7 +428,7 @@ class FieldOfTerm:
         """A number or array of the user's, checked, for each element of this rank, flat in float64."""
         try:
             found = np.asarray(arrays.to_host(given))
-            if found.dtype.kind == "c":
+            if found.dtype.kind not in "biuf":
                 raise TypeError
             found = found.astype(np.float64)
         except (TypeError, ValueError):

@@ -209,6 +209,7 @@ def _array(what: str, value: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np
         if found.dtype.kind not in "biuf":
             raise TypeError
         is_nan = np.isnan(found)
+        is_flag = (found == 0) | (found == 1) | is_nan
         found = found.astype(dtype, copy=False)
     except (TypeError, ValueError):
         raise TypeError(f"{what} must be numbers, got {shown(value)}") from None
@@ -219,6 +220,8 @@ def _array(what: str, value: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np
         raise ValueError(f"{what} have the shape {found.shape}, but the parameters {shape}; give that, or one number")
     if is_nan.any():  # which as a bool would be True
         raise ValueError(f"{what} contain NaN, at {int(np.flatnonzero(is_nan)[0])} first")
+    if dtype == np.bool and not is_flag.all():  # such as the numbers of elements
+        raise ValueError(f"{what} must be True or False for each element, or for all of them, got {shown(value)}")
     return found if found.shape == () else found.reshape(shape)
 
 

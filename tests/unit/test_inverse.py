@@ -453,6 +453,17 @@ def test_bad_input_of_regularization() -> None:
         (lambda: Tikhonov(spacing=(1, 0)), "spacing=0"),
         (lambda: SmoothedTotalVariation(epsilon=0), "epsilon=0"),
         (lambda: Tikhonov(spacing=(1, 1, 1)).value_and_gradient(x), "3 numbers"),
+        (lambda: Tikhonov(shape="ab"), "Tikhonov: shape='a.*whole number"),
+        (lambda: Tikhonov(shape=(2.0, 3)), "Tikhonov: shape=2.0 .*whole number"),
+        (lambda: Tikhonov(weight=["1", "2"]), "Tikhonov: weight=.*real"),
+        (lambda: Tikhonov(reference="a").value_and_gradient(x), "Tikhonov: reference=.*real"),
+        (lambda: Tikhonov(reference=x + 1j).value_and_gradient(x), "Tikhonov: reference=.*real"),
+        (lambda: Tikhonov(mask=x.astype(object)).value_and_gradient(x), "Tikhonov: mask=.*real"),
+        (lambda: Tikhonov(shape=x.shape[::-1]).value_and_gradient(x), "Tikhonov: shape=.*leave shape= out"),
+        (
+            lambda: mpishard.minimize(mpishard.regularized(misfit, Tikhonov(shape=x.shape[::-1])), x),
+            "Tikhonov: shape=.*leave shape= out",
+        ),
         (lambda: mpishard.regularized(misfit, 3), "terms"),
         (lambda: mpishard.regularized(misfit, Tikhonov(), reduction="sum"), "with a mesh"),
     ):

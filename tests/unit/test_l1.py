@@ -293,6 +293,7 @@ def run(term: L1 | list[L1], x0: Any = ZEROS, **given: Any) -> Any:
         (lambda: run(L1(np.ones((6, 1)))), r"L1: the weights .*\(6, 1\).*\(6,\)"),
         (lambda: run(L1(1.0, reference=np.ones(7))), r"L1: the references .*\(7,\).*\(6,\)"),
         (lambda: run(L1(1.0, mask=np.ones(4, bool))), r"L1: the elements of mask .*\(4,\).*\(6,\)"),
+        (lambda: run(L1(1.0, mask=np.full(6, 0.5))), "L1: the elements of mask must be True or False"),
         (lambda: run(L1(1.0, mask=np.full(6, np.nan))), "L1: the elements of mask contain NaN, at 0"),
         (lambda: run(L1([1.0, 1, 1, -2, 1, 1])), r"L1: the weight of element \(3\) of 'x' is -2"),
         (lambda: run(L1([1.0, 1, 1, np.inf, 1, 1])), r"L1: the weight of element \(3\) of 'x' is inf"),
