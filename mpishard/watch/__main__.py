@@ -49,7 +49,11 @@ def main() -> None:
             begin(folder, launch.ranks, [sys.executable, *program])
         sampler.watch()
     except OSError as error:
-        parser.error(f"{error.filename}: {error.strerror}; give --folder a place that all ranks can write to")
+        text = f"{error.filename}: {error.strerror}; give --folder a place that all ranks can write to"
+        if launch.ranks > 1:  # others may have a place, and wait in MPI_Init for this rank
+            print(f"{parser.prog}: error: {text}", file=sys.stderr, flush=True)
+            _abort()
+        parser.error(text)
     if launch.rank == 0:
         if given.timeout is not None:
             start_guard(folder, given.timeout)
@@ -89,9 +93,13 @@ class _Failure:
             import_module("mpishard")  # in a rank this makes an uncaught exception end the job
         sys.excepthook(kind, error, trace)
         if is_rank and not (mpi is not None and mpi.Is_initialized()):
-            # MPICH's launcher does not end a job for a rank that ends before MPI_Init, in which the others wait.
             sys.stderr.flush()
-            import_module("mpishard.comm.abort").abort("")
+            _abort()
+
+
+def _abort() -> None:
+    """Abort the job: MPICH's launcher does not end one for a rank that ends before MPI_Init, in which others wait."""
+    import_module("mpishard.comm.abort").abort("")
 
 
 def _end(sampler: Sampler, notes: JobNotes | None, script: Script) -> None:

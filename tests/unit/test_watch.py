@@ -17,6 +17,8 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard.cli import main
+from mpishard.launch.detection import Launch
+from mpishard.watch import __main__ as command
 from mpishard.watch import calls, outside
 from mpishard.watch.__main__ import main as watch
 from mpishard.watch.calls import call_in, call_on_line
@@ -436,6 +438,17 @@ def test_wrong_usage(words: tuple[str, ...], monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         watch()
     assert "error: " in capsys.readouterr().err
+
+
+def test_a_rank_without_a_place_ends_the_job(tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "file").touch()
+    aborted = []
+    monkeypatch.setattr(command, "launches", lambda _: [Launch("MPICH", "", 0, 2)])
+    monkeypatch.setattr(command, "_abort", lambda: aborted.append(True))
+    monkeypatch.setattr(sys, "argv", ["watch", "--folder", str(tmp_path / "file" / "watch"), "program.py"])
+    with pytest.raises(SystemExit, match="2"):
+        watch()
+    assert aborted and "give --folder a place" in capsys.readouterr().err
 
 
 def test_wrong_usage_of_run() -> None:
