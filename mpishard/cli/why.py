@@ -19,6 +19,7 @@ from mpishard.watch.diagnosis import diagnose as diagnose_program
 from mpishard.watch.folder import FOLDER, START, Asked
 from mpishard.watch.folder import ask as ask_program
 from mpishard.watch.outside import look
+from mpishard.watch.sampler import RUNS
 
 _BETWEEN_S = 2.0  # between two looks at a process that nobody watches
 _MOST = 16  # ranks of one kind that are listed one by one
@@ -47,6 +48,10 @@ def why(
             raise ValueError(f"give {run} or --pid {pid}, not both")
         _of_program(look(pid, min(wait, _BETWEEN_S)) if pid else ask_program(run or FOLDER, wait), as_json)
         return
+    if not run.exists():
+        raise ValueError(
+            f"{run} does not exist; give what python -m mpishard.watch named when it began, or a run's record"
+        )
     check_record(run)
     asked = ask(run, wait)
     findings = diagnose(asked.answers, asked.silent)
@@ -82,7 +87,13 @@ def _of_program(asked: Asked, as_json: bool) -> None:
         return
     if asked.is_over:
         typer.echo("the job has ended; what its ranks said last:")
-    for line in report(asked.answers, asked.absent, asked.ranks):
+    lines = report(asked.answers, asked.absent, asked.ranks)
+    killed = [str(each["rank"]) for each in asked.answers if each["state"] == RUNS]
+    if asked.is_over and killed and not diagnose_program(asked.answers, asked.absent, asked.ranks):
+        lines[-1] = (
+            f"ranks that have not noted their end, as they were killed or the host was lost: {', '.join(killed)}"
+        )
+    for line in lines:
         typer.echo(printable(line))
 
 

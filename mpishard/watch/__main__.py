@@ -29,12 +29,13 @@ def main() -> None:
     """Watch the program that the arguments of this process name."""
     if sys.argv[1:2] == [GUARD]:
         sys.exit(guard(Path(sys.argv[2]), float(sys.argv[3])))
-    parser = argparse.ArgumentParser("python -m mpishard.watch", description="Watch a program of mpi4py.")
+    usage = "%(prog)s [-h] [--folder FOLDER] [--timeout SECONDS] PROGRAM | -m MODULE  ARGUMENTS..."
+    parser = argparse.ArgumentParser("python -m mpishard.watch", usage, description="Watch a program of mpi4py.")
     parser.add_argument("--folder", type=Path, default=FOLDER, help=f"for mpishard why, seen by all ranks: {FOLDER}")
     parser.add_argument("--timeout", type=float, help="longest wait in a call of MPI; then a report, and the job ends")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help="PROGRAM or -m MODULE, and its arguments")
-    given = parser.parse_args()
-    if not given.program or given.program == ["-m"]:
+    options, program = _split(sys.argv[1:])
+    given = parser.parse_args(options)
+    if not program or program == ["-m"]:
         parser.error("name the program, such as train.py, or -m and a module")
     if given.timeout is not None and not given.timeout > 0:
         parser.error(f"timeout {given.timeout:g} must be more than 0 seconds")
@@ -45,10 +46,14 @@ def main() -> None:
     try:
         (folder / PROCESSES).mkdir(parents=True, exist_ok=True)
         if launch.rank == 0:
-            begin(folder, launch.ranks, [sys.executable, *given.program])
+            begin(folder, launch.ranks, [sys.executable, *program])
         sampler.watch()
     except OSError as error:
-        parser.error(f"{error.filename}: {error.strerror}; give --folder a place that all ranks can write to")
+        text = f"{error.filename}: {error.strerror}; give --folder a place that all ranks can write to"
+        if launch.ranks > 1:  # others may have a place, and wait in MPI_Init for this rank
+            print(f"{parser.prog}: error: {text}", file=sys.stderr, flush=True)
+            _abort()
+        parser.error(text)
     if launch.rank == 0:
         if given.timeout is not None:
             start_guard(folder, given.timeout)
@@ -60,7 +65,15 @@ def main() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "mpishard"]:
         if name != Script.__module__:
             del sys.modules[name]
-    script.run(given.program)
+    script.run(program)
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """The options of this command, each with its value, and the program, whose first word may be ``-m``."""
+    at = 0
+    while at < len(words) and words[at].startswith("-") and words[at] != "-m":
+        at += 1 if "=" in words[at] or words[at] in ("-h", "--help") else 2
+    return words[:at], words[at:]
 
 
 class _Failure:
@@ -80,9 +93,13 @@ class _Failure:
             import_module("mpishard")  # in a rank this makes an uncaught exception end the job
         sys.excepthook(kind, error, trace)
         if is_rank and not (mpi is not None and mpi.Is_initialized()):
-            # MPICH's launcher does not end a job for a rank that ends before MPI_Init, in which the others wait.
             sys.stderr.flush()
-            import_module("mpishard.comm.abort").abort("")
+            _abort()
+
+
+def _abort() -> None:
+    """Abort the job: MPICH's launcher does not end one for a rank that ends before MPI_Init, in which others wait."""
+    import_module("mpishard.comm.abort").abort("")
 
 
 def _end(sampler: Sampler, notes: JobNotes | None, script: Script) -> None:

@@ -174,14 +174,16 @@ def _mismatches(waits: Mapping[int, Wait]) -> list[Finding]:
         if len(calls) < 2:
             continue
         by_size = sorted(calls.values(), key=lambda each: (-len(each), each[0].rank))
-        same_op = len({op for op, _ in calls}) == 1
+        ops = [op for op, _ in calls]
+        same_op = len(set(ops)) == 1
         odd = [wait.rank for each in by_size[1:] for wait in each]
         parts = [
-            f"{_ranks(w.rank for w in each)} {_is(each)} in {each[0].what}{f' with root {each[0].root}' * same_op} "
-            f"at {each[0].place}"
+            f"{_ranks(w.rank for w in each)} {_is(each)} in {each[0].what}"
+            f"{f' with root {each[0].root}' * (ops.count(each[0].op) > 1)} at {each[0].place}"
             for each in by_size
         ]
         rule = "must give the same root" if same_op else "must make the same collectives in one order"
+        rule += ", and give the same root" * (not same_op and len(set(ops)) < len(ops))
         text = f"not with the others: {', '.join(parts)}; all ranks of a communicator {rule}"
         found.append(Finding(tuple(sorted(odd)), "root" if same_op else "mismatch", f"{_is(odd)} {text}"))
     return found or _other_communicators(collectives)

@@ -113,7 +113,7 @@ def _collect(folder: Path, since: float) -> Asked:
     """The answers written after a time; those of ranks that have ended whenever that was."""
     start = read_note(folder / START)
     if not _has(start, {"time": int | float, "ranks": int}):
-        raise ValueError(f"{folder / START} is missing or damaged: python -m mpishard.watch writes it")
+        raise ValueError(f"{folder / START} is missing or damaged; give the folder that the job named when it began")
     latest: dict[int, tuple[dict[str, Any], float]] = {}
     for path in sorted((folder / PROCESSES).glob(f"*{WHERE}")):
         with contextlib.suppress(OSError, ValueError):  # a damaged answer is none

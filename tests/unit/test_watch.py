@@ -17,6 +17,8 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard.cli import main
+from mpishard.launch.detection import Launch
+from mpishard.watch import __main__ as command
 from mpishard.watch import calls, outside
 from mpishard.watch.__main__ import main as watch
 from mpishard.watch.calls import call_in, call_on_line
@@ -239,6 +241,12 @@ def test_the_cause_is_named(name: str) -> None:
     assert bool(found) == ("no rank waits" not in lines[-1])
 
 
+def test_roots_are_named_where_ranks_have_left_the_call() -> None:
+    answers = [waits(0, "Gather", root=0), waits(1, "Barrier"), waits(2, "Gather", root=2), waits(3, "Barrier")]
+    text = diagnose(answers, {}, 4)[0].text
+    assert "with root 0" in text and "with root 2" in text and text.endswith("and give the same root")
+
+
 def test_alike_ranks_are_in_one_line() -> None:
     answers = [waits(rank, "Barrier", ranks=40) for rank in range(40) if rank != 7] + [
         says(7, "runs", line=5, ranks=40)
@@ -340,9 +348,17 @@ def test_why_prints_the_report(folder: Path, capsys, monkeypatch) -> None:
     assert "likely cause: ranks 1, 2 have ended" in capsys.readouterr().out
     assert main(["why", str(folder), "--wait", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["findings"][0]["kind"] == "ended"
+    assert main(["why", str(folder / "no")]) == 2 and "mpishard.watch" in capsys.readouterr().err
     monkeypatch.chdir(folder)
     assert main(["why"]) == 2 and str(FOLDER / START) in capsys.readouterr().err
     assert main(["why", str(folder), "--pid", "1"]) == 2 and "not both" in capsys.readouterr().err
+
+
+def test_why_after_the_ranks_were_killed(folder: Path, capsys) -> None:
+    for rank in range(3):
+        write(folder, says(rank, "runs", ranks=3) | {"process": 2**22 + 1 + rank, "host": os.uname().nodename})
+    assert main(["why", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("or the host was lost: 0, 1, 2")
 
 
 # -- a program that is watched -----------------------------------------------------------------------------------------
@@ -353,7 +369,9 @@ ALONE = {name: value for name, value in os.environ.items() if not name.startswit
 
 def watched(program: str, folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     (folder / "program.py").write_text(program)
-    command = [sys.executable, "-m", "mpishard.watch", "--folder", "watch", *options, "program.py", "--flag", "x"]
+    name = ("-m", "program") if "-m" in options else ("program.py",)
+    options = tuple(option for option in options if option != "-m")
+    command = [sys.executable, "-m", "mpishard.watch", "--folder", "watch", *options, *name, "--flag", "x"]
     variables = ALONE | {"PYTHONPATH": PACKAGE} | environment
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=120, check=False)
 
@@ -374,6 +392,13 @@ sys.exit(5)
     assert second == f"True {mpishard.__version__}"  # as in every rank, importing mpishard has started MPI
     (answer,) = read_folder(tmp_path / "watch").answers
     assert (answer["state"], answer["code"]) == ("ended", 5)
+
+
+def test_a_module_runs_as_it_does_alone(tmp_path: Path) -> None:
+    program = "import sys\nprint(sys.argv, __name__, __spec__.name)\n"
+    done = watched(program, tmp_path, "-m")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{[str(tmp_path / 'program.py'), '--flag', 'x']} __main__ program\n"
 
 
 def test_a_failure_is_noted(tmp_path: Path) -> None:
@@ -407,12 +432,23 @@ def test_a_wait_ends_after_its_time_limit(tmp_path: Path) -> None:
     assert [finding.kind for finding in diagnose(asked.answers, asked.absent, asked.ranks)] == ["cycle"]
 
 
-@pytest.mark.parametrize("words", [(), ("-m",), ("--timeout", "0", "program.py")])
+@pytest.mark.parametrize("words", [(), ("-m",), ("--timeout",), ("--timeout", "0", "program.py"), ("-c", "1")])
 def test_wrong_usage(words: tuple[str, ...], monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["watch", *words])
     with pytest.raises(SystemExit, match="2"):
         watch()
     assert "error: " in capsys.readouterr().err
+
+
+def test_a_rank_without_a_place_ends_the_job(tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "file").touch()
+    aborted = []
+    monkeypatch.setattr(command, "launches", lambda _: [Launch("MPICH", "", 0, 2)])
+    monkeypatch.setattr(command, "_abort", lambda: aborted.append(True))
+    monkeypatch.setattr(sys, "argv", ["watch", "--folder", str(tmp_path / "file" / "watch"), "program.py"])
+    with pytest.raises(SystemExit, match="2"):
+        watch()
+    assert aborted and "give --folder a place" in capsys.readouterr().err
 
 
 def test_wrong_usage_of_run() -> None:
