@@ -250,6 +250,8 @@ class ElasticLoop:
         """
         run = self._run
         run.transactions.rollback()
+        if found.facts is not None:
+            run.training.report.wrong_part(found.facts)
         if found.ranks:
             run.decisions.put_out(found.ranks)
         able, least = run.membership.roles.able, run.options.target.min_workers

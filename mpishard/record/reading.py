@@ -129,6 +129,7 @@ def _finite(content: Any) -> Any:
 
 
 METRICS, LOGGED, STARTS, ENDS = "metrics.jsonl", "logged.jsonl", "starts.jsonl", "ends.jsonl"
+AUDITS = "audits.jsonl"
 DEATHS = "deaths.jsonl"
 PROCESSES = "processes"
 TRACE = ".trace.jsonl"

@@ -26,7 +26,7 @@ from mpishard.comm.mesh import Mesh
 from mpishard.io import log
 from mpishard.io.files import warn_of_writers
 from mpishard.launch.lease import FolderLease
-from mpishard.record.reading import ENDS, LOGGED, METRICS, PROCESSES, STARTS, TRACE, JsonLinesWriter, read_lines
+from mpishard.record.reading import AUDITS, ENDS, LOGGED, METRICS, PROCESSES, STARTS, TRACE, JsonLinesWriter, read_lines
 from mpishard.version import versions
 
 
@@ -263,10 +263,17 @@ class RecordFiles:
 
     def end(self, line: Mapping[str, Any]) -> None:
         """Note the end of this start; the first rank does that."""
-        ends = JsonLinesWriter(self.folder / ENDS)
-        ends.add(dict(line))
-        self.write(ends)
-        ends.close()
+        self._add(ENDS, line)
+
+    def wrong_part(self, line: Mapping[str, Any]) -> None:
+        """Note what an audit has found; the first rank does that."""
+        self._add(AUDITS, line)
+
+    def _add(self, name: str, line: Mapping[str, Any]) -> None:
+        writer = JsonLinesWriter(self.folder / name)
+        writer.add(dict(line))
+        self.write(writer)
+        writer.close()
 
     def close(self) -> None:
         """Close the files; a line that is written later opens its file again."""

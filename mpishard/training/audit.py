@@ -17,7 +17,7 @@ import math
 import os
 import platform
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,11 +114,15 @@ def verdict(check: Check, first: tuple[int, int], again: Sequence[int]) -> list[
 
 @known_to_all
 class WrongPart(RuntimeError):
-    """Ranks have computed something differently: `ranks` wrongly, or none of them if there is no majority."""
+    """Ranks have computed something differently: `ranks` wrongly, or none of them if there is no majority.
 
-    def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
+    `facts`, for the record: the step and the micro-batch, and who was wrong.
+    """
+
+    def __init__(self, text: str, ranks: Sequence[int] = (), facts: Mapping[str, Any] | None = None) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
+        self.facts = facts
 
 
 # The checks of a run.
@@ -181,11 +185,15 @@ class AuditedRunner(StepRunner):
         self._reported = self.axis.size
         text = "audit: there is one worker, which no other one can check"
         if self.axis.size > 1:
-            facts = self.facts
+            facts, what = self.facts, f"{100 * self._share:.3g} % of the micro-batches are computed twice"
+            if self._share == 1:
+                what = "all micro-batches are computed twice"
             text = (
-                f"audit: {100 * self._share:.3g} % of the micro-batches are computed twice; a worker that is always "
-                f"wrong is seen in step {facts['mean_steps']:.3g} on average, {facts['most_steps']} at the latest"
+                f"audit: {what}; a worker that is always wrong is seen in step {facts['mean_steps']:.3g} on average, "
+                f"{facts['most_steps']:.6g} at the latest"
             )
+            if self._share == 1:
+                text = f"audit: {what}; what a worker computes wrongly is seen before it is used"
         if self.axis.rank == 0:
             log.inform(text)
 
@@ -269,22 +277,31 @@ class AuditedRunner(StepRunner):
     def _judged(self, check: Check, first: tuple[int, int]) -> WrongPart:
         """Have all ranks compute a micro-batch, and find who was wrong.  Collective over the data axis."""
         again = self.axis.allgather_object(self._compute_alone(check.part))
-        names, wrong = _names(self.axis), verdict(check, first, again)
+        places, wrong = _places(self.axis), verdict(check, first, again)
+        names = _names(places)
         part = f"micro-batch {check.part} of step {self._step} (samples {listed(self._micro[check.part])})"
         if wrong is None:
+            more = "; with three ranks or more the odd one is found" if len(names) < 3 else ""
             changed = [names[rank] for rank, found in zip(check[1:], first, strict=True) if found != again[rank]]
             return WrongPart(
                 f"the audit found two results for {part}, of {names[check.owner]} and {names[check.auditor]}, and no "
                 f"majority for either; {' and '.join(changed) or 'neither'} found another one when asked again. Test "
-                "their processors and memory; with three ranks or more the odd one is found. A function that draws "
-                "random numbers, or keeps anything between calls, is no case for audit="
+                f"their processors and memory{more}. A function that draws random numbers, or keeps anything between "
+                "calls, is no case for audit="
             )
         right = min(self._seen_right.get(rank, 0) for rank in wrong)
         seen = f"after step {right}, the last one in which it was seen right," if right else "before"
+        used = f"steps and checkpoints {seen} may have wrong parts of it"
+        if self._share == 1:
+            used = "nothing that it computed wrongly was used"
         return WrongPart(
-            f"the audit found {part} computed wrongly by {listed(names[rank] for rank in wrong)}; steps and "
-            f"checkpoints {seen} may have wrong parts of it",
+            f"the audit found {part} computed wrongly by {listed(names[rank] for rank in wrong)}; {used}",
             wrong,
+            {
+                "step": self._step,
+                "micro_batch": check.part,
+                "wrong": [{"rank": rank, "host": places[rank][0], "pid": places[rank][1]} for rank in wrong],
+            },
         )
 
 
@@ -321,7 +338,7 @@ def compare_replicas(optimizer: ShardedOptimizer) -> None:
         digest, votes = Counter(found).most_common(1)[0]
         if votes == axis.size:
             continue
-        names = _names(axis)
+        names = _names(_places(axis))
         since = f"steps and checkpoints after step {max(0, step - REPLICAS_EVERY)} may have wrong parts of it"
         if axis.size < 3 or 2 * votes <= axis.size:
             text = f"the audit found other {shard.kind} on each of {listed(names)}, and no majority; {since}"
@@ -332,9 +349,13 @@ def compare_replicas(optimizer: ShardedOptimizer) -> None:
             log.warn(f"the audit found other {shard.kind} on {wrong}, which takes those of the others; {since}")
 
 
-def _names(axis: Axis) -> list[str]:
-    """The ranks of an axis with their hosts and processes, for messages.  Collective."""
-    places = axis.allgather_object((platform.node(), os.getpid()))
+def _places(axis: Axis) -> list[tuple[str, int]]:
+    """The host and the process of each rank of an axis.  Collective."""
+    return axis.allgather_object((platform.node(), os.getpid()))
+
+
+def _names(places: Sequence[tuple[str, int]]) -> list[str]:
+    """Ranks with their hosts and processes, for messages."""
     return [f"rank {rank} on {host} (pid {process})" for rank, (host, process) in enumerate(places)]
 
 

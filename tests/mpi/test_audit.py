@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import platform
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +16,7 @@ from variants import full
 import mpishard
 from mpishard import ElasticOptimizer, ShardingConfiguration, minimize
 from mpishard.record import Run
+from mpishard.record.reading import read_lines
 from mpishard.training import audit
 
 pytestmark = pytest.mark.pairs(2)
@@ -133,7 +136,7 @@ def test_the_odd_one_is_put_out_and_its_part_taken_from_others(mesh, make_proble
     assert workers == [before if rank == WRONG else expected for rank in range(ranks)]
     told = [line for line in capfd.readouterr().err.splitlines() if "computed wrongly" in line]
     for message in mesh.world.comm.allreduce(told):
-        for part in (f"rank {WRONG} on ", "micro-batch ", f"step {LATER} "):
+        for part in (f"rank {WRONG} on ", "micro-batch ", f"step {LATER} ", "nothing that it computed wrongly"):
             assert part in message
     assert len(mesh.world.comm.allreduce(told)) == 1
 
@@ -186,8 +189,9 @@ def test_a_random_function_is_no_case(mesh):
         return 1.0
 
     random = replace(of_array(), function=function)
-    with pytest.raises(RuntimeError, match="random numbers"):
+    with pytest.raises(RuntimeError, match="random numbers") as found:
         ElasticOptimizer(inner(mpishard.DDPOptimizer, mesh), audit=1).optimize(random, progress=False)
+    assert "three ranks or more" not in str(found.value)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -258,6 +262,19 @@ def test_the_record_says_what_is_seen_when(mesh, folder):
     if mesh.rank == 0:
         noted = Run.read(folder / "run").starts[-1]["audit"]
         assert noted == {"share": 0.25, "mean_steps": round(mean, 2), "most_steps": most}
+
+
+@pytest.mark.mpi(min_size=3)
+def test_the_record_names_the_odd_rank(mesh, folder):
+    processes = mesh.world.allgather_object((platform.node(), os.getpid()))
+    with mpishard.RunRecord(folder / "run", mesh) as record:
+        trained(mesh, of_array, "always", 1.0, record=record)
+        mesh.world.comm.barrier()
+        (line,) = read_lines(folder / "run" / "audits.jsonl")[0]
+    host, process = processes[WRONG]
+    assert (line["step"], line["start"]) == (LATER, 1)
+    assert line["wrong"] == [{"rank": WRONG, "host": host, "pid": process}]
+    assert 0 <= line["micro_batch"] < 8
 
 
 def test_what_cannot_be_audited_is_refused(mesh):
