@@ -17,8 +17,9 @@ from torch_plans import RULE, adamw  # noqa: E402
 
 # Float32 within a model of float64 sums over the samples, as in the norms of Gemma.
 SUMS_OVER_SAMPLES = ("Gemma", "Gemma2", "Gemma3")
-# Those in which such float32 was seen to differ between one process and tensor ranks; AdamW enlarges the difference.
-FLOAT32_WITHIN = ("Gemma3", "Mixtral")
+# Those in which float32 of a norm or router was seen to differ between one process and tensor ranks, and CLIP, in which
+# the gradient of the biases of keys is nothing but rounding.  AdamW enlarges both.
+ROUNDED = ("Gemma3", "Mixtral", "Qwen3Moe", "DeepseekV3", "CLIP")
 IN_THE_GATE = ("Qwen3Moe", "OPT")
 
 
@@ -44,9 +45,9 @@ def test_steps_of_models_of_transformers_are_those_of_one_process(tensor_mesh, n
     expected = take_steps(whole, adamw(whole), architecture.inputs, 10)
     losses = take_steps(module, optimizer, architecture.inputs, 10, mesh.data)
     means = mesh.data.all_reduce(np.array(losses)) / mesh.data.size
-    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-6 if name in FLOAT32_WITHIN else 1e-11)
+    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-6 if name in ROUNDED else 1e-11)
     optimizer.close()
-    assert_same_parameters(module, whole, atol=1e-5 if name in FLOAT32_WITHIN else 1e-10)
+    assert_same_parameters(module, whole, atol=1e-5 if name in ROUNDED else 1e-10)
 
 
 @pytest.mark.full
