@@ -20,6 +20,7 @@ SUMS_OVER_SAMPLES = ("Gemma", "Gemma2", "Gemma3")
 # Those in which float32 of a norm or router was seen to differ between one process and tensor ranks, and CLIP, in which
 # the gradient of the biases of keys is nothing but rounding.  AdamW enlarges both.
 ROUNDED = ("Gemma3", "Mixtral", "Qwen3Moe", "DeepseekV3", "CLIP")
+ROUNDED_OVER_SAMPLES = ("Cohere", "Helium")  # on several data ranks too: their norms have weights in float32
 IN_THE_GATE = ("Qwen3Moe", "OPT")
 
 
@@ -44,10 +45,11 @@ def test_steps_of_models_of_transformers_are_those_of_one_process(tensor_mesh, n
         assert sum(bool(spec.parts) for spec in optimizer.parameters.specs) >= 4
     expected = take_steps(whole, adamw(whole), architecture.inputs, 10)
     losses = take_steps(module, optimizer, architecture.inputs, 10, mesh.data)
+    is_rounded = name in ROUNDED or (name in ROUNDED_OVER_SAMPLES and mesh.data.size > 1)
     means = mesh.data.all_reduce(np.array(losses)) / mesh.data.size
-    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-6 if name in ROUNDED else 1e-11)
+    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-6 if is_rounded else 1e-11)
     optimizer.close()
-    assert_same_parameters(module, whole, atol=1e-5 if name in ROUNDED else 1e-10)
+    assert_same_parameters(module, whole, atol=1e-5 if is_rounded else 1e-10)
 
 
 @pytest.mark.full
