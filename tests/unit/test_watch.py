@@ -365,6 +365,7 @@ def test_why_after_the_ranks_were_killed(folder: Path, capsys) -> None:
 
 PACKAGE = str(Path(mpishard.__file__).parents[1])
 ALONE = {name: value for name, value in os.environ.items() if not name.startswith(mpishard._STARTED_BY)}
+ALONE.pop("PYTHONSAFEPATH", None)  # of these tests: programs have their folder on the path
 
 
 def watched(program: str, folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
