@@ -20,7 +20,7 @@ from mpishard.data_parallel.rank_state import OUTER, Counters, RankState
 from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.strategies import LocalUpdates, Strategy
-from mpishard.data_parallel.validation import check_copies
+from mpishard.data_parallel.validation import check_copies, check_workers
 from mpishard.layout.run_state import Shard, brief, names_fact
 from mpishard.optim import Rule
 from mpishard.optim.formulas import divide
@@ -423,13 +423,4 @@ def _check(config: ShardingConfiguration, sync_every: int, outer: Rule | None, p
             f"the outer rule {type(outer).__name__} has parameter groups, and an outer step sees buckets; give "
             "them to the inner rule"
         )
-    if config.reproducible:
-        raise ValueError(
-            "reproducible=True gives the same bits on any number of ranks, but what LocalSGDOptimizer comes to "
-            "depends on the number of workers; leave it out, or use DDP or ZeRO"
-        )
-    if not config.auto_sync_gradients:
-        raise ValueError(
-            "auto_sync_gradients=False accumulates gradients until synchronize_optimizer_state, but here every "
-            "step is the worker's own already; leave it out, and accumulate over micro-batches of a step"
-        )
+    check_workers(config)

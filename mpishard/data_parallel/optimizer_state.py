@@ -14,7 +14,7 @@ from mpishard.comm.agreement import opening, text_of
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.data_parallel.rank_state import Counters, RankState, check_numbers
-from mpishard.data_parallel.settings import Configured, Numerics, Settings, changed_settings
+from mpishard.data_parallel.settings import Configured, Settings
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.validation import (
     check_layout,
@@ -118,7 +118,6 @@ class OptimizerState(ABC):
         self.auxiliary = tuple(auxiliary)
         self.counters = Counters(optimizer.config.loss_scale)
         self.settings = Settings(optimizer, self.options, self.live_values)
-        self.numerics = Numerics()
         self._optimizer = optimizer
         self._on_rank: RankState | None = None
         self._deserialized: FullState | None = None  # until the first parameters are bound
@@ -307,12 +306,10 @@ class OptimizerState(ABC):
         with CaughtError() as caught:
             self.check_model(parameters)
         if self._on_rank is None:
-            self.settings.agree(self.settings.of_state(parameters), caught.error)
-            self.numerics.take(parameters, self._optimizer.config, self._optimizer.world)
+            self.settings.agree_on_state(parameters, caught.error)
         elif caught.error is not None:
             raise caught.error
-        if self._optimizer.config.reproducible:
-            self.numerics.keep_products()
+        self.settings.keep_products()
         on_rank = self._on_rank
         if on_rank is not None and on_rank.parameters is parameters:
             return on_rank.strategy
@@ -394,7 +391,7 @@ class OptimizerState(ABC):
             "sharding.json": config.settings(),
             "mesh.json": dict(config.mesh.shape),
             **self.counters.facts,
-            **self.numerics.facts,
+            **self.settings.facts,
         }
         for each in self.auxiliary:
             facts |= each.facts
@@ -444,13 +441,13 @@ class OptimizerState(ABC):
     def check(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless the optimizer can continue from a state with these facts.
 
-        They may be of another rule or invalid, or a reproducible run would continue with other bits.
+        They may be of another rule or invalid, or the run would continue with other bits than it promises.
         """
         saved = names_fact(facts, "slots.json")
         needed = [slot for slot in saved if not self.is_spare(slot)]
         check_saved_rule(type(self.rule).__name__, self.slot_names, facts.get("rule", "none"), saved, needed)
         check_numbers(facts)
-        self.numerics.check(facts, self._optimizer.config)
+        self.settings.check(facts)
         for each in self.auxiliary:
             each.check(facts)
         if self._carried is not None:
@@ -468,7 +465,7 @@ class OptimizerState(ABC):
         if self._carried is not None:
             self._carried.restore(facts)
         self.counters.restore(facts)
-        self.numerics.restore(facts)
+        self.settings.restore(facts)
         on_rank.resume(self.counters, float(facts.get("loss_scale", 1.0)))
 
     def restore_settings(self, facts: Mapping[str, Any]) -> None:
@@ -588,10 +585,7 @@ class OptimizerState(ABC):
 
     def report_changes(self, facts: Mapping[str, Any]) -> None:
         """Report on rank 0 what differs from saved facts: settings of the rules, what bits depend on."""
-        changed = changed_settings(self.facts, facts)
-        if changed and self._optimizer.world.rank == 0:
-            log.inform(f"the saved state continues with {', '.join(changed)}")
-        self.numerics.note(facts, self._optimizer.config, self._optimizer.world.rank)
+        self.settings.report(self.facts, facts)
 
     def report_continuation(self) -> None:
         """Report on rank 0, the first time only, that a run does not start afresh."""

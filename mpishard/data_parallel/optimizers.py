@@ -61,7 +61,6 @@ class ZeRO1WithGradients(ZeRO1Optimizer):
     """ZeRO stage 1 in which each rank gets all sums of gradients, for code that reads or changes them before a step.
 
     A step sends 1.5 times the bytes of `ZeRO1Optimizer`: an all-reduce of gradients and an all-gather of parameters.
-    It takes neither compression nor `reproducible`.
     """
 
     strategy_class: type[Strategy] = ZeRO1AllReduced

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from mpishard.arguments import kind_of
 from mpishard.backend.compiled import prepare
-from mpishard.backend.process import fix_blas_threads
 from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import CaughtError
@@ -73,8 +72,8 @@ class ShardedOptimizer:
     TypeError
         On every rank, if `rule` of any is no rule; on this rank, if `config` is neither a mesh nor a configuration.
     ValueError
-        On every rank, if the configuration has a setting that this strategy does not have: compression under ZeRO-3, or
-        reproducible sums under ZeRO-2 and 3 with pipeline ranks; or if configurations differ between ranks.
+        On every rank, if the configuration has a setting that this strategy does not have, such as compression under
+        ZeRO-3; or if configurations differ between ranks.
     """
 
     strategy_class: type[Strategy]
@@ -94,8 +93,7 @@ class ShardedOptimizer:
             else:
                 self.state = RuleState(self, rule, self._auxiliary_state())
             same["optimizer"] = name
-        if self.config.reproducible:
-            fix_blas_threads()
+        self.state.settings.fix_threads()
         prepare()  # here, so that the first step does not pay for it
         self.measure_norm = False
         # By folder the ids of the checkpoints that `save_checkpoint` may remove; None: all that are there.
@@ -249,8 +247,7 @@ class ShardedOptimizer:
         """The strategy of checked parameters, which are bound if they are not yet."""
         state = self.state
         strategy = state.strategy if named is state.parameters else self.bind(named)
-        if self.config.reproducible:
-            state.numerics.keep_products()
+        self.settings.keep_products()
         return strategy
 
     def _update_along(self, strategy: Strategy, gradients: Array | None, count: float | None, largest: float) -> None:

@@ -77,7 +77,9 @@ class Strategy(ABC):
         self.copies: TensorCopies = TensorCopies(mesh, parameters)
         self.copies.broadcast(parameters)
         self.attach(parameters)
-        self.shares: BucketShares = BucketShares(config, parameters, self.copies, by_unit=self.shards_parameters)
+        self.shares: BucketShares = BucketShares(
+            config, parameters, self.copies, by_unit=self.shards_parameters, ties_apart=config.reproducible
+        )
         # Sums are blocking calls: one bucket in an array of the user leaves nothing to overlap.
         self.blocks: bool = parameters.lent and len(self.shares.buckets) == 1
         # The elements that this rank updates.
@@ -250,6 +252,20 @@ class Strategy(ABC):
         """Peak bytes of gradient memory on this rank."""
         kept = self.ordered, self.compressed, self.own_sums
         return self.reducer.memory.peak_bytes + sum(each.nbytes for each in kept if each is not None)
+
+
+def sum_unbound(config: ShardingConfiguration, copies: TensorCopies, gradients: GradientReducer) -> None:
+    """Sum the gradients of a model that no optimizer has bound, in place: over copies, then over the data axis.
+
+    Collective over the mesh.
+    """
+    for bucket in reversed(gradients.buckets):
+        copies.sum(bucket, gradients.memory.of_bucket(bucket))
+    axis, flat = config.mesh.data, gradients.flat
+    if config.reproducible:
+        OrderedSums(axis, flat).all_reduce(flat)
+    else:
+        axis.all_reduce(flat, label="gradients")
 
 
 # The strategies by name.

@@ -54,6 +54,20 @@ def check_method(what: str, method: Method, config: ShardingConfiguration, strat
             raise ValueError(f"{name} needs the gradient of the function as it is, at every step: leave out {setting}")
 
 
+def check_workers(config: ShardingConfiguration) -> None:
+    """Raise ValueError if the configuration asks for what workers that take steps by themselves cannot have."""
+    if config.reproducible:
+        raise ValueError(
+            "reproducible=True gives the same bits on any number of ranks, but what LocalSGDOptimizer comes to "
+            "depends on the number of workers; leave it out, or use DDP or ZeRO"
+        )
+    if not config.auto_sync_gradients:
+        raise ValueError(
+            "auto_sync_gradients=False accumulates gradients until synchronize_optimizer_state, but here every "
+            "step is the worker's own already; leave it out, and accumulate over micro-batches of a step"
+        )
+
+
 def check_replacement(was: Rule, rule: Rule, parameters: FlatParameters | None) -> None:
     """Raise unless `rule` can take the place of the rule `was` of an optimizer, which may have parameters already."""
     if was.own_steps is not rule.own_steps:

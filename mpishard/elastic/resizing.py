@@ -330,7 +330,7 @@ class Resizing:
             "measures (stage_costs)",
         )
         agree_on_gemm_libraries(self._run.membership.axis)
-        numerics = training.optimizer.state.numerics
+        numerics = training.optimizer.settings.numerics
         if training.optimizer.steps == 0:  # of those that have joined, which were in a mesh of their own before
             numerics.note_products()
         numerics.agree(training.optimizer.config, self._run.membership.axis, places=not chooses)

@@ -117,7 +117,7 @@ def make_buckets(
 
 
 class EarlyGradients:
-    """Keeps what input gradients write until the weight gradients of their micro-batch, for reproducible runs.
+    """Keeps what input gradients write until the weight gradients of their micro-batch.
 
     A schedule such as ZB-H1 does the input gradient of a micro-batch before the weight gradients of earlier ones.
     Layers write small gradients, those of biases and norms, in the first of the two. Where micro-batches are kept
@@ -207,9 +207,8 @@ class PartialSums:
         """Raise RuntimeError unless the micro-batch under way is the last one of this step, or is not."""
         if is_last is (self._pushed + 1 < len(self._tree_merges)):
             raise RuntimeError(
-                f"with reproducible=True this backward pass has {len(self._tree_merges)} micro-batches to keep apart, "
-                "but the model has made another number of them; losses_and_gradient makes one of each batch that it "
-                "gets"
+                f"this backward pass has {len(self._tree_merges)} micro-batches to keep apart, but the model has made "
+                "another number of them; losses_and_gradient makes one of each batch that it gets"
             )
 
     def push(self, flat: Array) -> None:

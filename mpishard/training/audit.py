@@ -173,7 +173,7 @@ class AuditedRunner(StepRunner):
                 f"{audit} needs micro-batches that a rank computes alone: use DDP or ZeRO-1, on a mesh with a data "
                 f"axis alone; this is {optimizer.strategy_class.__name__} on {optimizer.mesh.sizes}"
             )
-        numerics = optimizer.state.numerics
+        numerics = optimizer.settings.numerics
         remedy = f"leave {audit} out, or use nodes of one kind"
         agree_on_settings(optimizer.world, numerics.own, what="arithmetic, whose bits an audit compares", remedy=remedy)
         self._seen_right.clear()  # ranks have other numbers now

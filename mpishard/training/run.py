@@ -81,7 +81,7 @@ class TrainingRun:
         self.runner.attach()
         if audit == REPLICAS:
             check_replicas(optimizer)
-        optimizer.state.numerics.note_micro_batches(problem.micro_batch_size)
+        optimizer.settings.note_micro_batches(problem.micro_batch_size)
         self.batches.begin_after(optimizer.state.batches)
         self._samples_before = self.batches.position
         self.losses = LossHistory(optimizer.axis)
@@ -335,7 +335,7 @@ class TrainingRun:
             "audit": self.runner.facts if isinstance(self.runner, AuditedRunner) else self._audit,
             "resumed_steps": self._resumed_steps,
             "steps_before": self._steps_before,
-            **optimizer.state.numerics.record,
+            **optimizer.settings.record,
             **self.problem.facts,
         }
 
