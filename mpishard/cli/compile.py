@@ -14,6 +14,7 @@ from mpishard.backend.array import Kernel
 from mpishard.backend.compiled import compile_expected
 from mpishard.backend.dual_sweeps import DualField, dual_sweeps
 from mpishard.backend.grid_sweeps import chebyshev_sweep
+from mpishard.backend.row_sums import add_by_tree
 from mpishard.cli.output import size
 from mpishard.compression import (
     BFloat16Compressor,
@@ -28,7 +29,6 @@ from mpishard.minimizers import bounds, orthants
 from mpishard.minimizers import formulas as steps
 from mpishard.nn import kernels as layers
 from mpishard.optim import formulas as rules
-from mpishard.reduction.tree_sum import add_by_tree
 
 # The modules with formulas.  None that is imported here needs an MPI library: a container may have that of its host.
 _FORMULAS = (array, rules, steps, bounds, orthants, compressor)
@@ -87,7 +87,7 @@ def _compile_formulas(dtype: np.dtype) -> None:
     for module in _FORMULAS:
         for kernel in vars(module).values():
             if isinstance(kernel, Kernel):
-                kernel.expect(dtype, _MASKS)
+                kernel.expect(np.empty(0, dtype), _MASKS)
     compile_expected()
 
 

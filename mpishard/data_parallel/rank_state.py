@@ -245,11 +245,7 @@ class RankState:
 
     def _fill(self, ranges: Sequence[Range], target: Array, full: np.ndarray) -> None:
         """Fill a state array, which covers `ranges` of the flat parameters."""
-        own = cut_full(full, self.parameters, ranges)
-        if arrays.is_device(target):
-            arrays.copy_to_device(own, target)
-        else:
-            target[...] = own
+        arrays.copy_to_device(cut_full(full, self.parameters, ranges), target)
 
 
 # The state of a model that has no optimizer.

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpishard.backend import array as arrays
 from mpishard.backend import exact
 from mpishard.data_parallel.optimizer_state import AuxiliaryState, OptimizerState
 from mpishard.data_parallel.rank_state import EMA, slot_names_of_rule, slots_of_rule
@@ -62,19 +61,17 @@ class RuleState(OptimizerState):
 
     def make_slots(self, parameters: FlatParameters, size: int) -> dict[str, Array]:
         """New state by name; on a host the formulas of the next step are compiled now."""
-        rule, config, dtype = self._rule, self._optimizer.config, parameters.dtype
-        if not arrays.is_device(parameters.like):
-            rule.kernel.expect(dtype)
-            if isinstance(rule, Muon):
-                rule.rest.kernel.expect(dtype)
-                muon_apply.expect(dtype)
-            if rule.ema_decay is not None:
-                moving_average.expect(dtype)
-            if config.max_gradient_value is not None:
-                clip_by_value.expect(dtype)
-            squares = config.max_gradient_norm is not None or rule.norm_based or rule.whole_tensors
-            exact.expect_norms(parameters.like, squares)
-        return slots_of_rule(rule, size, dtype, like=parameters.like)
+        rule, config, like = self._rule, self._optimizer.config, parameters.like
+        rule.kernel.expect(like)
+        if isinstance(rule, Muon):
+            rule.rest.kernel.expect(like)
+            muon_apply.expect(like)
+        if rule.ema_decay is not None:
+            moving_average.expect(like)
+        if config.max_gradient_value is not None:
+            clip_by_value.expect(like)
+        exact.expect_norms(like, config.max_gradient_norm is not None or rule.norm_based or rule.whole_tensors)
+        return slots_of_rule(rule, size, parameters.dtype, like=like)
 
     def check_fits(self, parameters: FlatParameters) -> None:
         check_rule_fits(self._rule, parameters, self._optimizer.config.mesh, self._optimizer.strategy_class)

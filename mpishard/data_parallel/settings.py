@@ -76,8 +76,9 @@ class Configured(Protocol):
 class Settings:
     """The settings of one optimizer and their fingerprint, computed again if its rule or configuration is replaced.
 
-    What else its bits depend on is in `numerics`.  `options` returns those of its state as text, but for the values that other code changes between two steps, which
-    `live` returns.  Whoever changes one of the options calls `note_change`.
+    What else its bits depend on is in `numerics`.  `options` returns those of its state as text, but for the values
+    that other code changes between two steps, which `live` returns.  Whoever changes one of the options calls
+    `note_change`.
     """
 
     def __init__(

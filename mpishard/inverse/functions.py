@@ -13,7 +13,7 @@ import numpy as np
 
 from mpishard.arguments import returned, shown
 from mpishard.backend import array as arrays
-from mpishard.backend.sparse_rows import SparseRows
+from mpishard.backend.sparse_rows import product_with
 from mpishard.comm.errors import OneRank, known_to_all, raised_on_all
 from mpishard.inverse.result import OptimizeResult
 from mpishard.inverse.trees import is_tree, tree_of
@@ -192,26 +192,23 @@ class Hessian:
     @staticmethod
     def _matrix(found: Any, flat: Array) -> Callable[[Array], Array]:
         """The operator that multiplies a vector by a result of the user's function."""
-        device = arrays.is_device(flat)
-        if not (device or hasattr(found, "tocsr") or hasattr(found, "matvec")):
+        if not (hasattr(found, "tocsr") or hasattr(found, "matvec")):
             try:
-                found = np.atleast_2d(np.asarray(found))
+                found = np.asarray(found, like=flat)
                 numeric = found.dtype.kind in "biuf"
             except (TypeError, ValueError):
                 numeric = False
             if not numeric:
                 raise TypeError(f"hess must return a matrix, a sparse matrix or an operator, got {shown(found)}")
+            found = found if found.ndim > 1 else found.reshape(1, -1)
         shape = tuple(getattr(found, "shape", ()))
         if shape != (flat.size, flat.size):
             raise ValueError(
                 f"hess returned the shape {shape}, but x0 has {flat.size} elements; return a square matrix"
             )
-        if device:
-            return lambda vector: found @ vector
-        if isinstance(found, np.ndarray) or hasattr(found, "tocsr"):
-            rows = SparseRows.of(found)  # whose products have the same bits on any number of threads
-            return lambda vector: rows.times(np.ascontiguousarray(vector, np.float64))
-        return lambda vector: np.asarray(found.matvec(vector)).reshape(-1)
+        if hasattr(found, "matvec") and not hasattr(found, "tocsr"):
+            return lambda vector: arrays.as_array(found.matvec(vector)).reshape(-1)
+        return product_with(found, flat)
 
 
 def digits_of(vector: Any) -> int:

@@ -317,6 +317,7 @@ class StandIn(Backend):
     """What `mpishard.backend.array` needs to work on `kind`."""
 
     device = True
+    pools_memory = True
     compiles_cuda = cuda_on_host.COMPILER is not None
     has_cublas = True
 

@@ -20,9 +20,9 @@ from mpishard import (
     ZeRO2Optimizer,
     ZeRO3Optimizer,
 )
+from mpishard.comm import collectives
 from mpishard.comm.capabilities import probe
 from mpishard.data.sampling import Sampler
-from mpishard.data_parallel import summation
 
 torch = pytest.importorskip("torch")
 import torch_zoo  # noqa: E402
@@ -133,7 +133,7 @@ def test_gradients_that_are_summed_in_parts(mesh, monkeypatch, zero):
     """As large ones are under Open MPI: the gradients and the parameters are those of a sum at once."""
     runs = []
     for least in (2**62, 0):
-        monkeypatch.setattr(summation, "IN_PARTS_FROM", {probe().library: least})
+        monkeypatch.setattr(collectives, "IN_PARTS_FROM", {probe().library: least})
         module, x, y = make("transformer")
         optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=zero)
         for step in range(2):

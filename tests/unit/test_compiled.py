@@ -88,7 +88,7 @@ from mpishard.backend import exact, jit
 from mpishard.nn import kernels
 
 rule, flat = AdamW(), np.ones(4, np.float32)
-rule.kernel.expect(flat.dtype)
+rule.kernel.expect(flat)
 exact.expect_norms(flat, squares=True)
 model = nn.GPT(vocabulary_size=9, context_length=8, width=8, layers=1, heads=2)
 model.loss_and_gradient(np.ones((2, 8), int), np.ones((2, 8), int))
