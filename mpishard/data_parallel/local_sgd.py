@@ -19,7 +19,7 @@ from mpishard.data_parallel.optimizer_state import AuxiliaryState
 from mpishard.data_parallel.rank_state import OUTER, Counters, RankState
 from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.data_parallel.strategies import LocalUpdates, Strategy
+from mpishard.data_parallel.strategies import LOCAL, Sharding, Strategy
 from mpishard.data_parallel.validation import check_copies
 from mpishard.layout.run_state import Shard, brief, names_fact
 from mpishard.optim import Rule
@@ -44,7 +44,7 @@ class LocalState(AuxiliaryState):
         self._outer = outer
         self._averages: Averages | None = None
         self._steps: LocalSteps
-        self._strategy: LocalUpdates
+        self._strategy: Strategy
         self._on_rank: RankState
         self._counters: Counters
 
@@ -62,7 +62,7 @@ class LocalState(AuxiliaryState):
     @property
     def workers(self) -> int:
         """Number of workers, once parameters are bound."""
-        return self._strategy.workers
+        return self.averages.workers
 
     @property
     def staleness(self) -> int:
@@ -152,7 +152,6 @@ class LocalState(AuxiliaryState):
     def make(self, on_rank: RankState, counters: Counters) -> None:
         """Create the averages of new state.  Collective over the mesh."""
         strategy = on_rank.strategy
-        assert isinstance(strategy, LocalUpdates)
         self._check_parts(strategy)
         # State that is made again is that of survivors of a death: no average was possible, so that each worker still
         # has its own parameters and state.
@@ -207,7 +206,7 @@ class LocalState(AuxiliaryState):
     def _outer_name(self) -> str:
         return "" if self._outer is None else type(self._outer).__name__
 
-    def _check_parts(self, strategy: LocalUpdates) -> None:
+    def _check_parts(self, strategy: Strategy) -> None:
         """Raise on all ranks unless each part gets a bucket on some rank.  Collective over the mesh."""
         # A pipeline stage may have fewer buckets than another, or none.
         most, parts = max(self._optimizer.world.allgather_object(len(strategy.shares.buckets))), self._schedule.parts
@@ -278,7 +277,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
     `synchronize_optimizer_state`: until then workers differ, and an average may be pending.
     """
 
-    strategy_class: type[Strategy] = LocalUpdates
+    sharding: Sharding = LOCAL
 
     def __init__(
         self,

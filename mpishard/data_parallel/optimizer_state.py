@@ -288,11 +288,11 @@ class OptimizerState(ABC):
         if was is not None and self._checked is not None and all(map(is_, self._checked, objects)):
             check_reducer(parameters, was.strategy.reducer)
             return  # these very objects were found in order
-        check_layout(parameters, config.mesh, optimizer.strategy_class)
+        check_layout(parameters, config.mesh, optimizer.sharding)
         check_layout_dependence(parameters, config)
         self.check_fits(parameters)
         if was is not None and was.parameters is not parameters:
-            check_same_model(was.parameters, parameters, optimizer.strategy_class)
+            check_same_model(was.parameters, parameters, optimizer.sharding)
         if self._deserialized is not None:
             self._deserialized.check_parameters(parameters.specs, parameters.dtype)
         check_reducer(parameters, None if was is None else was.strategy.reducer)

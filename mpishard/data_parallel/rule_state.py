@@ -77,7 +77,7 @@ class RuleState(OptimizerState):
         return slots_of_rule(rule, size, dtype, like=parameters.like)
 
     def check_fits(self, parameters: FlatParameters) -> None:
-        check_rule_fits(self._rule, parameters, self._optimizer.config.mesh, self._optimizer.strategy_class)
+        check_rule_fits(self._rule, parameters, self._optimizer.config.mesh, self._optimizer.sharding)
 
     def moving_averages(self) -> list[Array]:
         if self._rule.ema_decay is None:
@@ -156,18 +156,18 @@ class RuleState(OptimizerState):
         """Prepare the next step, after one that was taken or skipped."""
         on_rank, strategy = self.on_rank, self.strategy
         carried = on_rank.parameters.carried
-        if carried is not None and not strategy.workers_differ:
+        if carried is not None and not strategy.sharding.workers_differ:
             carried.synchronize(strategy.axis)
         on_rank.prepare_step(self.counters)
         strategy.reducer.reset()
-        if self._optimizer.config.mesh.debug and not strategy.workers_differ:
+        if self._optimizer.config.mesh.debug and not strategy.sharding.workers_differ:
             check_copies(strategy, self.counters.steps)
 
     @property
     def agrees_in_update(self) -> bool:
         config, measure_norm = self._optimizer.config, self._optimizer.measure_norm
         inspects = config.nonfinite_gradients != "ignore" or config.max_gradient_norm is not None or measure_norm
-        return inspects and not self._optimizer.strategy_class.workers_differ
+        return inspects and not self._optimizer.sharding.workers_differ
 
     # -- a run --------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from mpishard.backend.process import arithmetic, fix_blas_threads, of_products
 from mpishard.comm.agreement import REMEDY, agree_on_settings, fingerprint, gather_difference, gather_in_call, text_of
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.strategies import Strategy
+from mpishard.data_parallel.strategies import Sharding
 from mpishard.io import log
 from mpishard.layout.run_state import brief
 from mpishard.minimizers import Method
@@ -66,7 +66,7 @@ class Configured(Protocol):
     @property
     def config(self) -> ShardingConfiguration: ...
     @property
-    def strategy_class(self) -> type[Strategy]: ...
+    def sharding(self) -> Sharding: ...
     @property
     def world(self) -> Axis: ...
     @property
@@ -134,7 +134,7 @@ class Settings:
         optimizer = self._optimizer
         config = {field.name: getattr(optimizer.config, field.name) for field in fields(optimizer.config)}
         del config["mesh"]
-        names = {"optimizer": type(optimizer).__name__, "strategy": optimizer.strategy_class.__name__}
+        names = {"optimizer": type(optimizer).__name__, "strategy": optimizer.sharding.name}
         described = {name: text_of(value) for name, value in config.items()}
         return {"mpishard": VERSION, **names, **described, **self._options()}
 
@@ -142,7 +142,7 @@ class Settings:
         """Further settings that decide how the state for these parameters is created and used."""
         return {
             "measure_norm": str(self._optimizer.measure_norm),
-            "strategy": self._optimizer.strategy_class.fitting(parameters).__name__,
+            "strategy": self._optimizer.sharding.fitting(parameters).name,
             "module of the parameters": arrays.module_of(parameters.like).__name__,
             "parameters sharded": str(parameters.sharded is not None),
             "parameters": parameters.description,

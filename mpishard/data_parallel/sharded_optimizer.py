@@ -20,7 +20,7 @@ from mpishard.data_parallel.optimizer_state import AuxiliaryState, OptimizerStat
 from mpishard.data_parallel.results import OptimizationResult, P, Problem, TrainingState
 from mpishard.data_parallel.rule_state import RuleState
 from mpishard.data_parallel.settings import Settings, agree_on_step, agree_whether_begun
-from mpishard.data_parallel.strategies import Strategy
+from mpishard.data_parallel.strategies import Sharding, Strategy
 from mpishard.data_parallel.validation import (
     check_configuration,
     check_count,
@@ -46,7 +46,7 @@ Array = Any
 
 
 class ShardedOptimizer:
-    """Base of the optimizers, which differ in their `strategy_class`.
+    """Base of the optimizers, which differ in their `sharding`.
 
     Creation and every method are collective over ``config.mesh`` unless a docstring says otherwise.
 
@@ -77,7 +77,7 @@ class ShardedOptimizer:
         reproducible sums under ZeRO-2 and 3 with pipeline ranks; or if configurations differ between ranks.
     """
 
-    strategy_class: type[Strategy]
+    sharding: Sharding
 
     def __init__(self, rule: Rule | Method, config: ShardingConfiguration | Mesh) -> None:
         name = type(self).__name__
@@ -85,7 +85,7 @@ class ShardedOptimizer:
             if not isinstance(rule, Rule | Method):
                 raise TypeError(f"{name} needs an update rule such as AdamW(lr=1e-3), got {kind_of(rule)}")
             self.config: ShardingConfiguration = ShardingConfiguration.of(config)
-            check_configuration(name, self.config, self.strategy_class)
+            check_configuration(name, self.config, self.sharding)
             self.axis: Axis = self.config.mesh.data
             self.world: Axis = self.config.mesh.world
             self.state: OptimizerState
@@ -325,7 +325,7 @@ class ShardedOptimizer:
 
     def _level_workers(self) -> None:
         """Bring workers that take steps by themselves to one state; other ranks take all steps together."""
-        if self.strategy_class.workers_differ:
+        if self.sharding.workers_differ:
             self.state.consolidate()
 
     def optimize(

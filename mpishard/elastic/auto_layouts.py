@@ -82,9 +82,7 @@ class AutoLayouts:
                 "OptimizationProblem.for_model; for other models give a list of meshes, or a function of the number of "
                 "ranks"
             )
-        config = optimizer.config
-        strategy = optimizer.strategy_class
-        stage = 3 if strategy.shards_parameters else 2 if strategy.gradients_on_demand else int(strategy.divides_state)
+        config, stage = optimizer.config, optimizer.sharding.stage
         workload = Workload(
             itemsize=start.dtype.itemsize,
             slots=len(optimizer.state.slot_names),

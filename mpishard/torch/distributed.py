@@ -222,11 +222,11 @@ def _check_stages(module: Any, optimizer: ShardedOptimizer, zero: int) -> None:
             f"the mesh is {mesh.sizes}: a PyTorch module is cut over tensor ranks or over pipeline ranks, not over "
             "both; make it with tensor=1 or pipeline=1"
         )
-    if zero == 3 or optimizer.strategy_class.shards_parameters:
+    if zero == 3 or optimizer.sharding.shards_parameters:
         raise ValueError(
             f"zero=3 {with_pipeline}: stages have their parameters whole; use zero=2, or make the mesh with pipeline=1"
         )
-    if optimizer.strategy_class.workers_differ:
+    if optimizer.sharding.workers_differ:
         raise ValueError(
             f"{type(optimizer).__name__} {with_pipeline}: workers that take steps by themselves have whole modules; "
             "use sync_every=1 and zero=0 to 2, or make the mesh with pipeline=1"
@@ -251,7 +251,7 @@ def _check_stages(module: Any, optimizer: ShardedOptimizer, zero: int) -> None:
 def _check_cuts(optimizer: ShardedOptimizer, materialize: Any) -> None:
     """Raise ValueError for what tensor ranks of a module cannot do."""
     mesh = optimizer.mesh
-    if optimizer.strategy_class.workers_differ:
+    if optimizer.sharding.workers_differ:
         raise ValueError(
             f"{type(optimizer).__name__} with tensor={mesh.tensor.size}: workers that take steps by themselves have "
             "whole modules; use sync_every=1 and zero=0 to 3, or make the mesh with tensor=1"

@@ -39,7 +39,7 @@ def loop_hooks(state: ModuleState, optimizer: ShardedOptimizer) -> LoopHooks:
     """Choose how the gradients of a module are taken for a loop of the user's."""
     strategy, config = optimizer.state.strategy, optimizer.config
     given = state.parameters, state.tensors.trained, state.units
-    compares_calls = not optimizer.strategy_class.workers_differ
+    compares_calls = not optimizer.sharding.workers_differ
     # The norm of a part, as of torch.nn.utils.clip_grad_norm_, would be another one on each tensor or pipeline rank.
     is_cut = state.cuts is not None or state.stages is not None
     if not strategy.reducer.keeps_memory or config.loss_scale not in (None, 1) or is_cut:

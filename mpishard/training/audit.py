@@ -168,10 +168,10 @@ class AuditedRunner(StepRunner):
             raise ValueError(f"{audit} compares bits, and needs reproducible=True")
         if self.problem.everywhere:
             raise ValueError(f"{audit} is for samples that ranks share: give samples=N; ranks compare a whole function")
-        if self.together or self.reducer.on_demand or optimizer.strategy_class.workers_differ:
+        if self.together or self.reducer.on_demand or optimizer.sharding.workers_differ:
             raise ValueError(
                 f"{audit} needs micro-batches that a rank computes alone: use DDP or ZeRO-1, on a mesh with a data "
-                f"axis alone; this is {optimizer.strategy_class.__name__} on {optimizer.mesh.sizes}"
+                f"axis alone; this is {optimizer.sharding.name} on {optimizer.mesh.sizes}"
             )
         numerics = optimizer.state.numerics
         remedy = f"leave {audit} out, or use nodes of one kind"
@@ -310,11 +310,11 @@ class AuditedRunner(StepRunner):
 
 def check_replicas(optimizer: ShardedOptimizer) -> None:
     """Raise ValueError unless all ranks hold the same parameters."""
-    strategy, mesh = optimizer.strategy_class, optimizer.mesh
-    if strategy.workers_differ or strategy.shards_parameters or mesh.size > mesh.data.size:
+    sharding, mesh = optimizer.sharding, optimizer.mesh
+    if sharding.workers_differ or sharding.shards_parameters or mesh.size > mesh.data.size:
         raise ValueError(
             f"audit={REPLICAS!r} compares what all ranks hold: use DDP, or ZeRO-1 or 2 for parameters alone, on a mesh "
-            f"with a data axis alone; this is {strategy.__name__} on {mesh.sizes}"
+            f"with a data axis alone; this is {sharding.name} on {mesh.sizes}"
         )
 
 
@@ -329,7 +329,7 @@ def compare_replicas(optimizer: ShardedOptimizer) -> None:
     whole = [
         shard
         for shard in optimizer.state.capture().shards
-        if shard.kind == PARAMETERS or not optimizer.strategy_class.divides_state
+        if shard.kind == PARAMETERS or not optimizer.sharding.divides_state
     ]
     digests = np.zeros((axis.size, len(whole)), np.int64)
     digests[axis.rank] = [_digest(shard.array) for shard in whole]

@@ -218,7 +218,7 @@ class TrainingRun:
         step = self.next_step - 1
         if not self.validation.due(step):
             return
-        if self.optimizer.strategy_class.workers_differ:
+        if self.optimizer.sharding.workers_differ:
             self.losses.reduce()
             self.optimizer.state.consolidate()
         assert self.validation.evaluation is not None
