@@ -27,6 +27,7 @@ from mpishard.compression import (
 from mpishard.minimizers import bounds, orthants
 from mpishard.minimizers import formulas as steps
 from mpishard.nn import kernels as layers
+from mpishard.nn.kernel_groups import arguments_of
 from mpishard.optim import formulas as rules
 from mpishard.reduction.tree_sum import add_by_tree
 
@@ -105,7 +106,7 @@ def _compile_layers(dtype: np.dtype) -> None:
     for function in [*vars(layers).values()]:
         annotations: dict[str, Any] = getattr(function, "__annotations__", {})
         if "Array" in annotations.values() and hasattr(function, "__wrapped__"):
-            arrays, scalars = layers.arguments_of(annotations, dtype)
+            arrays, scalars = arguments_of(annotations, dtype)
             function(*arrays, *scalars)
             if function.__name__ in _ROUNDING and dtype == np.float32:
                 result = list(annotations).index("y_nc")

@@ -13,9 +13,9 @@ from mpishard.arguments import integer
 from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
+from mpishard.data_parallel.auxiliary_state import AuxiliaryState
 from mpishard.data_parallel.configuration import ShardingConfiguration, mesh_of
 from mpishard.data_parallel.local_averages import Averages, AveragingSchedule, LocalSteps
-from mpishard.data_parallel.optimizer_state import AuxiliaryState
 from mpishard.data_parallel.rank_state import OUTER, Counters, RankState
 from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
@@ -262,7 +262,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     Notes
     -----
-    Between averages no rank waits for another worker, except in elastic runs, where all ranks agree on every step.
+    Between averages no rank waits for another worker.
     `step` compares its arguments within a worker between averages, and over all ranks in a step that starts an average
     without delay.  A worker that rejects its arguments between averages raises alone and is unchanged.  The other
     workers wait for it at the next average, so either it repeats the call or the job must end.

@@ -19,7 +19,8 @@ from mpishard.arguments import flag
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import fingerprint
 from mpishard.comm.errors import CaughtError, raised_on_all
-from mpishard.data_parallel.optimizer_state import AuxiliaryState, OptimizerState
+from mpishard.data_parallel.auxiliary_state import AuxiliaryState
+from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.ownership import spans_of
 from mpishard.data_parallel.rank_state import RankState, cut_full, gather_slot
 from mpishard.data_parallel.settings import Configured, settings_of_method

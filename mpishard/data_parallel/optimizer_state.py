@@ -1,4 +1,4 @@
-"""The state of an optimizer: what training loops, elastic runs and checkpoints need of it.
+"""The state of an optimizer: what training loops and checkpoints need of it.
 
 What takes the steps decides the class: `RuleState` of an update rule, `MinimizationState` of a method.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mpishard.comm.agreement import opening, text_of
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.errors import CaughtError, raised_on_all
+from mpishard.data_parallel.auxiliary_state import AuxiliaryState
 from mpishard.data_parallel.rank_state import Counters, RankState, check_numbers
 from mpishard.data_parallel.settings import Configured, Numerics, Settings, changed_settings
 from mpishard.data_parallel.strategies import Strategy
@@ -24,7 +25,7 @@ from mpishard.data_parallel.validation import (
     check_saved_rule,
 )
 from mpishard.io import log
-from mpishard.layout.run_state import RunState, Shard, names_fact
+from mpishard.layout.run_state import RunState, names_fact
 from mpishard.minimizers import Method
 from mpishard.minimizers.method import Minimizer
 from mpishard.optim import Rule
@@ -37,81 +38,11 @@ if TYPE_CHECKING:
 Array = Any
 
 
-class AuxiliaryState:
-    """State that an optimizer has in addition to that of its rule, such as the averages of `LocalSGDOptimizer`.
-
-    `OptimizerState` calls these methods, within its own of the same names; collective where those are.  Here they are
-    those of a state without arrays and numbers, whose copies never differ; subclasses override what they have.
-    """
-
-    # Copies that should be equal may differ, until `broadcast`.
-    may_differ: bool = False
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """Settings that decide the steps; the same on all ranks."""
-        return {}
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """Facts of a `RunState`; `check` and `restore` read them."""
-        return {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays on this rank."""
-        return 0
-
-    @property
-    def needs_consolidation(self) -> bool:
-        """True if `consolidate` has something to do."""
-        return False
-
-    @property
-    def synchronizes_next_step(self) -> bool:
-        """True if the next update waits for the other data ranks."""
-        return True
-
-    @property
-    def compares_next_step(self) -> bool:
-        """True if all ranks, and not only those of one worker, compare their arguments of the next `step`."""
-        return True
-
-    def make(self, on_rank: RankState, counters: Counters) -> None:
-        """Create the state that accompanies this state of the rule."""
-
-    def shards(self) -> tuple[Shard, ...]:
-        """Its live arrays."""
-        return ()
-
-    def check(self, facts: Mapping[str, Any]) -> None:
-        """Raise ValueError unless it can continue from these facts."""
-
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        """Continue from these facts, after its arrays were filled."""
-
-    def add_to(self, full: FullState, world: Axis) -> FullState:
-        """A full state with this state too."""
-        return full
-
-    def fill(self, full: FullState) -> None:
-        """Continue from a full state."""
-
-    def broadcast(self) -> None:
-        """Make all copies of its arrays equal."""
-
-    def consolidate(self) -> None:
-        """Bring all workers to one state."""
-
-    def abandon(self) -> None:
-        """Drop what is pending, which cannot finish after a rank has died."""
-
-
 class OptimizerState(ABC):
     """The state of one optimizer: the parameters that it trains, the arrays and numbers for them, and what moves them.
 
     It is the `state` of an optimizer, and exists before the first parameters are bound; its arrays do not.  Training
-    loops, elastic runs and checkpoints save, move and restore it.  `auxiliary` is state besides that of the rule.
+    loops save, move and restore it.  `auxiliary` is state besides that of the rule.
     """
 
     def __init__(self, optimizer: Configured, auxiliary: Sequence[AuxiliaryState] = ()) -> None:

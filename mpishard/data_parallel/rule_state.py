@@ -8,7 +8,8 @@ from typing import Any
 
 from mpishard.backend import array as arrays
 from mpishard.backend import exact
-from mpishard.data_parallel.optimizer_state import AuxiliaryState, OptimizerState
+from mpishard.data_parallel.auxiliary_state import AuxiliaryState
+from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.rank_state import EMA, slot_names_of_rule, slots_of_rule
 from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.update import Factors, apply_rule

@@ -14,9 +14,10 @@ from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import CaughtError
 from mpishard.comm.mesh import Mesh
+from mpishard.data_parallel.auxiliary_state import AuxiliaryState
 from mpishard.data_parallel.configuration import ShardingConfiguration, mesh_of
 from mpishard.data_parallel.method_state import MinimizationState
-from mpishard.data_parallel.optimizer_state import AuxiliaryState, OptimizerState
+from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.results import OptimizationResult, P, Problem, TrainingState
 from mpishard.data_parallel.rule_state import RuleState
 from mpishard.data_parallel.settings import Settings, agree_on_step, agree_whether_begun

@@ -16,7 +16,7 @@ from mpishard.estimate.estimates import estimate
 from mpishard.estimate.layouts import Layout, layouts
 from mpishard.estimate.profile import TYPICAL, MachineProfile
 from mpishard.estimate.sizes import Workload
-from mpishard.nn.architecture import MODEL, architecture_of
+from mpishard.nn.model_facts import MODEL, architecture_of
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.objective import Objective
 

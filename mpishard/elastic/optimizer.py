@@ -27,7 +27,7 @@ from mpishard.elastic.requests import ResizeRequests, WorkerTarget
 from mpishard.elastic.resizing import ElasticOptions
 from mpishard.launch.job_notes import JobNotes
 from mpishard.minimizers import Method
-from mpishard.nn.architecture import MODEL, architecture_of
+from mpishard.nn.model_facts import MODEL, architecture_of
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.record import RunRecord
@@ -161,7 +161,8 @@ class ElasticOptimizer:
     checkpoint.  With ``reproducible=True`` the run has the same bits whatever happens to its workers.
 
     With fewer workers each computes more of a batch.  ``micro_batch_size`` of the problem limits how much a worker
-    computes at a time, and so its memory.
+    computes at a time, and so its memory.  All ranks agree on every step, also between the averages of Local SGD.  A
+    death may lose what compression has left out of gradients until then.
     """
 
     scaling: str
@@ -430,6 +431,7 @@ class ElasticOptimizer:
             joins = is_joining()
             if joins:  # it waits for the run while the loop is made; others have the time limit there
                 stack.enter_context(requests.signals)
+            # It only makes the loop, so that no frame keeps the problem while that runs.
             loop: Any = problem.minimize(
                 self.optimizer,
                 callback=callback,
@@ -439,7 +441,7 @@ class ElasticOptimizer:
                 record=record,
                 evaluate=evaluate,
                 stop_early=stop_early,
-                loop=partial(_Prepared, elastic_options),
+                loop=partial(ElasticLoop, elastic_options),
             )
             del problem  # or the first model would stay in memory when the run has another mesh
             if not joins:  # not before: a rank that waits in MPI cannot handle a signal, and would not end by it
@@ -502,13 +504,3 @@ def _mesh_of(optimizer: Any, config: Any) -> Mesh:
     if config is None:
         raise TypeError("ElasticOptimizer of a rule needs a Mesh or a ShardingConfiguration")
     return mesh_of(config)
-
-
-class _Prepared:
-    """Gives the loop out instead of running it, so that no caller's frame keeps the problem."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self._loop = ElasticLoop(*arguments)
-
-    def run(self) -> Any:
-        return self._loop

@@ -24,7 +24,8 @@ from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.layout.tensors import WHOLE, ParameterSpec
-from mpishard.parameters.flat import FlatParameters, TensorLayout
+from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.tensor_layout import TensorLayout
 from mpishard.parameters.zero3_units import ShardedUnits
 from mpishard.torch.cut_module import CutModule, specs_of
 from mpishard.torch.memory import array_module, finish_stream, master_dtype

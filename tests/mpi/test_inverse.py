@@ -13,7 +13,7 @@ from steps import STRATEGIES
 import mpishard
 from mpishard import SGD, Mesh, ShardingConfiguration, SmoothedTotalVariation, Tikhonov
 from mpishard.data_parallel.method_state import ShardedSpace
-from mpishard.minimizers.history import Gram
+from mpishard.minimizers.gram import Gram
 from mpishard.minimizers.space import LocalSpace
 
 # Gradients that are spread over ranks in any way are checked as on one rank, and a wrong one fails on all ranks.
