@@ -67,7 +67,7 @@ class ShardedModule:
         self._module = module
         self._tensors = {**tensors, **frozen}
         self.axis = axis
-        self._of_name = {name: unit for unit in units for name in (*unit.names, *unit.frozen)}
+        of_name = {name: unit for unit in units for name in (*unit.names, *unit.frozen)}
         self._passes: list[int] = []  # those of autograd under way, a nested one last
         self._kept: list[UnitCall] = []  # units that the backward pass uses first, in memory since the forward pass
         self._summoned = False
@@ -78,7 +78,7 @@ class ShardedModule:
             str(like.dtype).removeprefix("torch."),
             module=array_module(device),
             place=WHOLE if cuts is None else cuts.place,
-            units=_runs(tensors, self._of_name),
+            units=_runs(tensors, of_name),
             sharded_over=axis,
         )
         self.parameters.sums_by_mpi = cuts is not None
@@ -92,7 +92,7 @@ class ShardedModule:
         ]
         given, others = self._layouts
         self._frozen = ShardedUnits(others.pieces, others.units, axis, array_module(device).zeros(0, np.uint8))
-        paths = {name: unit.path for name, unit in self._of_name.items()}
+        paths = {name: unit.path for name, unit in of_name.items()}
         likes = like, torch.empty(0, dtype=torch.uint8, device=device)
         self._storages = [
             UnitStorages([layout.pieces[first:last] for first, last in layout.units], own, each, paths)
@@ -141,10 +141,6 @@ class ShardedModule:
         """Whether a trained parameter has the memory of its unit, gathered or not."""
         return self._storages[0].is_here(name)
 
-    def note_gradient(self, name: str) -> None:
-        """Note that autograd has finished a gradient, before it is marked ready."""
-        self._of_name[name].seen.add(name)
-
     def check_not_summoned(self, what: str, would: str = "be undone at its end") -> None:
         """Raise ValueError within `summon_full_parameters`, in which `what` would not do what it says."""
         if self._summoned:
@@ -158,7 +154,6 @@ class ShardedModule:
         for unit in self.units:
             unit.calls.clear()  # KeyboardInterrupt in a forward pass leaves some
             unit.opened.clear()
-            unit.seen.clear()
             if all(call.unit is not unit for call in self._kept):  # else other ranks may have it yet
                 self._free(unit)
 
@@ -292,20 +287,20 @@ class ShardedModule:
         if not self._passes:
             self._free_kept()
             # Another pass within one `no_sync` can begin when the sums of this one have.
-            others = any(unit.seen for unit in self.units) and not self.parameters.gradients.is_last_pass
+            progress = self.parameters.gradients.progress
+            others = progress.has_begun and not progress.is_last_pass
             for unit in self.units:
                 self._complete(unit, others)
-                unit.seen.clear()
 
     def _complete(self, unit: Unit, unused: bool = False) -> None:
         """Mark the gradients that a unit will not get in this pass, so that the sums of the others may start.
 
         Of a unit that got none only if it is to count as `unused`.
         """
-        if unit.seen or unused:
+        is_ready = self.parameters.gradients.progress.is_ready
+        if unused or any(map(is_ready, unit.names)):
             for name in unit.names:
-                if name not in unit.seen:
-                    unit.seen.add(name)
+                if not is_ready(name):
                     self.parameters.mark_ready(name)
 
     # -- units in memory ----------------------------------------------------------------------------------------------

@@ -33,7 +33,6 @@ from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.io import log
 from mpishard.layout.run_state import PARAMETERS
 from mpishard.parameters.buckets import Bucket
-from mpishard.parameters.reducer import unseen
 from mpishard.reduction.ordered import OrderedSums
 from mpishard.reduction.tree_sum import TermAssignment
 from mpishard.training.objective import Objective
@@ -201,8 +200,11 @@ class AuditedRunner(StepRunner):
 
     def losses_and_gradient(self, batch: np.ndarray) -> tuple[np.ndarray, int]:
         """As that of `StepRunner`.  Raises WrongPart on all ranks where two have computed a micro-batch differently."""
-        found = super().losses_and_gradient(batch)
-        self.reducer.watch = unseen
+        self.reducer.looks.append(self._look)
+        try:
+            found = super().losses_and_gradient(batch)
+        finally:
+            self.reducer.looks.remove(self._look)
         if self._checks:
             self._compare()
         return found
@@ -219,8 +221,6 @@ class AuditedRunner(StepRunner):
                 self._digests[number, 1] = self._compute_alone(check.part)
             if check.owner == self.axis.rank:
                 self._numbers[check.part] = number
-        if self._numbers:
-            self.reducer.watch = self._look
         return super()._forward_backward_terms(batch, ordered)
 
     def _term(self, number: int, micro: list[np.ndarray]) -> float:

@@ -467,13 +467,13 @@ print(json.dumps([dict(os_thread_id=pid + 1, frames=[]), dict(os_thread_id=pid, 
 """
 
 
-def test_ranks_below_a_process_are_looked_at_by_py_spy(tmp_path: Path, monkeypatch) -> None:
+def test_ranks_below_a_process_are_looked_at_by_py_spy(tmp_path: Path, environ, monkeypatch) -> None:
     program = tmp_path / "train.py"
     program.write_text("\n\ncomm.Recv(x, source=1)\n")
     spy = tmp_path / "py-spy"
     spy.write_text(SPY.format(python=sys.executable, program=str(program)))
     spy.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    environ(PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(outside.sys, "executable", str(tmp_path / "python"))
     environment = ALONE | {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
     rank = subprocess.Popen([sys._base_executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment)
