@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from mpishard.inverse.trees import is_tree, tree_of
 from mpishard.inverse.unknowns import Unknowns, copy_of_point, has_names
 
 if TYPE_CHECKING:
-    from mpishard.comm.axis import Axis
+    from mpishard.comm.axis import Axis, ModelParallelGroup
     from mpishard.minimizers.method import Minimizer
 
 Array = Any
@@ -318,12 +318,6 @@ def on_any(world: Axis | OneRank, flag: bool) -> bool:
     return bool(world.all_reduce(np.array([flag], np.int64), op="max", label="control")[0])
 
 
-class Together(Protocol):
-    """Ranks that call a user's function together: an axis, the ranks of one model, or this rank alone."""
-
-    def all_reduce(self, buffer: Array, *, op: str = "sum", label: str = "") -> Array: ...
-
-
 class Attempt(NamedTuple):
     """What the last call of a user's function has come to."""
 
@@ -339,7 +333,7 @@ class Attempts:
     or with retries, each call is collective over them; `retries` are the same on all.
     """
 
-    def __init__(self, ranks: Together, retries: int, agrees: bool = False) -> None:
+    def __init__(self, ranks: Axis | ModelParallelGroup | OneRank, retries: int, agrees: bool = False) -> None:
         self._ranks, self._agrees = ranks, agrees or retries > 0
         self.retries = retries
 

@@ -134,7 +134,7 @@ class Follower:
         since = self.start.get("time", 0)
         found = [Process(name, list(lines)) for name, lines in self._lines.items() if lines]
         last = sorted((process for process in found if _written(process) >= since), key=_written)
-        # After a run has healed or was resized, another process, or none, has the rank of a process that left.
+        # Of a process that has left the run another one, or none, has the rank now.
         by_rank = {int(process.lines[-1]["rank"]): process for process in last}
         ranks = last[-1].lines[-1]["ranks"] if last else 0
         return [process for rank, process in sorted(by_rank.items()) if rank < ranks]

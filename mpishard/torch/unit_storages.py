@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from mpishard.layout.tensors import Piece
+from mpishard.parameters.zero3_units import UnitMemory
 from mpishard.torch.memory import array_module, as_numbers, as_reals, finish_stream, take_changed
 from mpishard.torch.units import HOW_TO_SAVE, tensors_in
 
@@ -92,12 +93,12 @@ def _freed_class(own: Any) -> Any:
     return type(own)(own.__name__, (FreedParameter, own), known)
 
 
-class UnitStorages:
+class UnitStorages(UnitMemory):
     """The memory of gathered units: storages of PyTorch, into which their parameters are views, of 0 bytes when freed.
 
-    This is the `UnitMemory` of ShardedUnits. `paths` are those of the units by name of a tensor. Pieces count elements
-    of `like`, bytes where tensors have several dtypes. A tensor of another dtype than a floating-point `like` has its
-    own storage, with values that `round` makes of those that were gathered.
+    `paths` are those of the units by name of a tensor. Pieces count elements of `like`, bytes where tensors have
+    several dtypes. A tensor of another dtype than a floating-point `like` has its own storage, with values that `round`
+    makes of those that were gathered.
     """
 
     def __init__(
