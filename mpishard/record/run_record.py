@@ -29,6 +29,7 @@ from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.record.reading import DEATHS, METRICS, OWN, own_metrics, read_end
 from mpishard.record.record_files import RecordFiles, require_tensorboard
 from mpishard.record.stacks import StackReporter
+from mpishard.watch.sampler import LOOK_S
 
 
 class StepTimes:
@@ -519,7 +520,7 @@ class RunRecord:
         self.flush()
         # A thread answers also while the run is stuck.
         self._stack_reporter = StackReporter(
-            self.folder, files.name, self.mesh, self.flush, self._trace.request, self.every or 1.0
+            self.folder, self.mesh, self.flush, self._trace.request, self.every or LOOK_S
         )
         self._stack_reporter.watch()
         atexit.register(self.flush)

@@ -20,7 +20,7 @@ from hanging import PROGRAMS, Wrong
 from launching import environment, mpirun
 
 from mpishard.watch.diagnosis import Finding, diagnose
-from mpishard.watch.folder import read_folder
+from mpishard.watch.folder import jobs, read_folder
 
 RANKS, LIMIT_S = 4, 90
 
@@ -45,7 +45,7 @@ def watched(name: str, folder: str | Path, timeout: float = 4.0) -> tuple[list[F
             job.wait()
         log.seek(0)
         text = log.read()
-    asked = read_folder(Path(folder))
+    asked = read_folder(jobs(Path(folder))[0])
     for answer in asked.answers:  # of a stopped rank, which no launcher can end
         try:
             os.kill(answer["process"], signal.SIGKILL)

@@ -462,7 +462,7 @@ class TestTop:
         assert f"ended: {ending}\n" in text and "silent" not in text
         assert shown("why", run) == f"the run has ended: {ending}\n"
         found = json.loads(shown("why", run, "--json"))
-        assert found == {"fresh": False, "ending": ending, "findings": [], "answers": []}
+        assert found == {"fresh": False, "ending": ending, "findings": [], "answers": [], "absent": {}}
 
     def test_a_run_whose_processes_are_gone(self, tmp_path, shown):
         starts = [{"time": 0, "problem": {"steps": 9}}]
@@ -480,7 +480,8 @@ class TestTop:
         assert "ended: rank 2 (n2-7) has died, none of" in said and f"checkpoints in {tmp_path}/none there is" in said
 
 
-ANSWER = {"time": 0, "rank": 0, "step": 9, "call": None, "recent": [], "stack": []}
+ANSWER = dict.fromkeys(("time", "began", "seconds", "rank", "process", "step"), 0) | {"ranks": 1, "state": "runs"}
+ANSWER |= {"host": "host", "file": "", "call": None, "stack": []}
 
 
 @pytest.mark.parametrize(
@@ -490,14 +491,14 @@ ANSWER = {"time": 0, "rank": 0, "step": 9, "call": None, "recent": [], "stack": 
         "7",
         "[" * 100_000,
         '{"rank": 0}',
-        *(json.dumps(ANSWER | wrong) for wrong in ({"call": {"seconds": 9}}, {"recent": [1]}, {"stack": [{}]})),
+        *(json.dumps(ANSWER | wrong) for wrong in ({"call": {"seconds": 9}}, {"step": "x"}, {"stack": [{}]})),
     ],
 )
 def test_a_damaged_answer_is_none(text, tmp_path, shown):
     line = process_line(0, 1, [0.5], time=time.time()) | {"ranks": 1}
     run = write(tmp_path / "run", [{"step": 1}], [[line]])
     (run / "processes" / "host-0.where.json").write_text(text)
-    assert "rank 0 does not answer: process 0 on host gave no answer" in shown("why", "--wait", 0, run)
+    assert "rank 0: process 0 on host did not answer" in shown("why", "--wait", 0, run)
 
 
 class TestWrongPlaces:
