@@ -3,9 +3,9 @@
 It is no worker of an elastic run; the name stays, as command lines have it.
 
 ``python worker.py SCRIPT ARGUMENTS...`` or ``python worker.py -m MODULE ARGUMENTS...``; SCRIPT may be a folder or an
-archive with a ``__main__.py``.  `mpishard run` starts this file by its path.  It imports nothing of mpishard, since that
-starts MPI in a rank, and a script may set variables or options of mpi4py before.  ``python -m mpishard.launch.worker``
-does the same, and starts MPI first.
+archive with a ``__main__.py``.  `mpishard run` starts this file by its path.  It imports nothing of mpishard, since
+that starts MPI in a rank, and a script may set variables or options of mpi4py before.
+``python -m mpishard.launch.worker`` does the same, and starts MPI first.
 """
 
 from __future__ import annotations

@@ -10,21 +10,14 @@ from why_score import grade, watched
 
 from mpishard.cli import main
 
-QUICK = {"no_object"}
 # All ranks are in MPI_Finalize, or in another call that keeps Python's lock: none can call MPI_Abort.
 LOCKED = {"no_object"}
 # Some ranks have left the collective and wait in the next one: which rank is wrong cannot be seen.
 DIFFICULT = {"root_of_bcast"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.quick if name in QUICK else pytest.mark.full)
-        for name, program in PROGRAMS.items()
-        if program.group != UNSEEN
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name, program in PROGRAMS.items() if program.group != UNSEEN])
 def test_the_cause_of_a_hang_is_named(name: str, tmp_path: Path) -> None:
     found, text, code = watched(name, tmp_path)
     if name == "exits_early" and code == 3:

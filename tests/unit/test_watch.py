@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -532,6 +533,18 @@ def test_a_wait_ends_after_its_time_limit(tmp_path: Path) -> None:
     assert "likely cause: rank 0 waits for itself" in done.stderr
     asked = read_folder(*jobs(tmp_path / "watch"))
     assert [finding.kind for finding in diagnose(asked.answers, asked.absent, asked.ranks)] == ["cycle"]
+
+
+def test_a_wait_with_the_lock_ends_too(tmp_path: Path) -> None:
+    """As in the first collective of objects: no thread of Python runs, and the guard kills the process."""
+    program = """
+import ctypes, types
+comm = types.SimpleNamespace(allreduce=ctypes.PyDLL(None).sleep)
+comm.allreduce(600)
+"""
+    done = watched(program, tmp_path, "--timeout", "0.5")
+    assert done.returncode == -signal.SIGKILL
+    assert "rank 0: in allreduce of comm for" in done.stderr and "program.py:4 (<module>)  comm.allre" in done.stderr
 
 
 def test_a_wait_ends_where_the_folder_cannot_be_used(tmp_path: Path) -> None:
