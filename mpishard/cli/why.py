@@ -20,7 +20,7 @@ from mpishard.watch.outside import look
 from mpishard.watch.sampler import RUNS, WAITS
 
 _BETWEEN_S = 2.0  # between two looks at a process that nobody watches
-_MOST = 8  # other jobs that are named
+_MOST = 8  # other jobs in the folder that are looked at
 
 
 def why(
@@ -54,10 +54,9 @@ def why(
         )
     if run is None or (folder / START).exists() or any(folder.glob(f"*/{START}")):
         newest, *older = jobs(folder)
-        others = [str(job) for job in older if _runs(job)]
+        others = [str(job) for job in older[:_MOST] if _runs(job)]
         if others and not as_json:
-            more = f", and {len(others) - _MOST} more" * (len(others) > _MOST)
-            typer.echo(printable(f"{newest} is the newest job here; others run: {', '.join(others[:_MOST])}{more}"))
+            typer.echo(printable(f"{newest} is the newest job here; others run: {', '.join(others)}"))
         _show(ask(newest, wait), as_json)
         return
     check_record(folder)

@@ -60,7 +60,7 @@ class Sampler(threading.Thread):
     """
 
     def __init__(self, folder: Path, patience: float = LONG_S, every: float = LOOK_S) -> None:
-        super().__init__(name="mpishard-watch", daemon=True)
+        super().__init__(name="mpishard-where", daemon=True)
         self.folder, self.process = folder, os.getpid()
         name = f"{os.uname().nodename}-{self.process}"
         self.path = folder / PROCESSES / f"{name}{WHERE}"
@@ -259,13 +259,18 @@ def is_runner(file: str) -> bool:
 
 
 def _stack(frame: FrameType | None) -> list[dict[str, Any]]:
-    """The frames of the program from the innermost outwards, each with its line; `own`: it is no library's."""
+    """The innermost frames of the program, outwards, each with its line; `own`: it is no library's.
+
+    Where these are all of libraries, as in a collective of mpishard, the innermost own ones follow.
+    """
     found: list[dict[str, Any]] = []
-    while frame is not None and len(found) < _DEEP:
+    owns = 0
+    while frame is not None and owns < _DEEP:
         code, line = frame.f_code, frame.f_lineno
-        if not is_runner(code.co_filename):
+        own = not code.co_filename.startswith(NOT_USERS)
+        if not is_runner(code.co_filename) and (own or len(found) < _DEEP):
             text = linecache.getline(code.co_filename, line or 0, frame.f_globals).strip()
-            own = not code.co_filename.startswith(NOT_USERS)
+            owns += own
             found.append({"file": code.co_filename, "line": line, "name": code.co_name, "text": text, "own": own})
         frame = frame.f_back
     return found

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from mpishard.record import Run
 from mpishard.record.follower import Follower
 from mpishard.record.reading import JsonLinesWriter, Process, read_lines, stragglers
 from mpishard.record.record_files import plain, surroundings, without_secrets
+from mpishard.record.stacks import StackReporter
 from mpishard.record.summary import (
     TimeSplit,
     Traced,
@@ -451,6 +453,20 @@ def test_stragglers_are_named(what: str) -> None:
     if what == "the slow one":
         assert (found[0].host, found[0].slower) == ("node-7", 2)
         assert "rank 1 on node-7 computes 200 ms a step, 2 times" in str(found[0])
+
+
+def test_an_answer_has_the_call_of_the_ledger(tmp_path: Path, mesh: mpishard.Mesh) -> None:
+    reporter = StackReporter(tmp_path, mesh, lambda: None, lambda steps: None, 1.0)
+    assert reporter.answer()["state"] == "runs"
+    mesh.ledger.active = mesh.ledger.begin("data", 7, "recv", np.dtype("f4"), 10, "loss", (0, 3))
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(reporter.answer).result()
+    mesh.ledger.active = None
+    call = {"op": "recv", "on": "data", "class": "Axis", "number": "#7", "buffer": "10 float32 [loss]"}
+    assert answer["call"] == call | {"size": 2, "members": [0, 3], "source": 1}
+    assert answer["state"] == "waits" and answer["step"] == 0
+    own = [frame for frame in answer["stack"] if frame["own"]]
+    assert own[0]["text"] == "answer = pool.submit(reporter.answer).result()"
 
 
 # The split of traced steps in matrix products, communication and the rest, with a clock of the test's own.

@@ -377,11 +377,11 @@ def test_a_rank_in_mpi_init(folder: Path) -> None:
 
 
 def test_why_prints_the_report(folder: Path, capsys, monkeypatch) -> None:
-    write(folder, waits(0, "Barrier", ranks=3) | {"host": "other"})
+    write(folder, waits(0, "Barrier", ranks=3) | {"process": os.getpid(), "host": os.uname().nodename})
     for rank in (1, 2):
-        write(folder, says(rank, "ended", ranks=3, code=0) | {"host": "other"})
+        write(folder, says(rank, "ended", ranks=3, code=0) | {"host": f"n{rank}"})
     assert main(["why", str(folder), "--wait", "0"]) == 0
-    assert "likely cause: ranks 1, 2 have ended" in capsys.readouterr().out
+    assert "likely cause: ranks 1, 2 on n1, n2 have ended" in capsys.readouterr().out
     assert main(["why", str(folder), "--wait", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["findings"][0]["kind"] == "ended"
     assert main(["why", str(folder / "no")]) == 2 and "mpishard.watch" in capsys.readouterr().err
@@ -551,7 +551,7 @@ def test_a_wait_ends_where_the_folder_cannot_be_used(tmp_path: Path) -> None:
     """As on a disk that fills: the rank itself ends the job, here without more patience than that of the guard."""
     program = """
 import shutil, threading
-(thread,) = [each for each in threading.enumerate() if each.name == "mpishard-watch"]
+(thread,) = [each for each in threading.enumerate() if each.name == "mpishard-where"]
 type(thread).look.__globals__["_LATE_S"] = 0.0
 shutil.rmtree("watch")
 """
