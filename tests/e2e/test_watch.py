@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from hanging import PROGRAMS, UNSEEN
-from why_score import grade, watched
+from why_score import grade, run, watched
 
 from mpishard.cli import main
+from mpishard.watch.folder import jobs, read_folder
 
 # All ranks are in MPI_Finalize, or in another call that keeps Python's lock: none can call MPI_Abort.
 LOCKED = {"no_object"}
@@ -51,3 +52,26 @@ def test_a_supervised_program(alone, tmp_path: Path, capfd) -> None:
     assert "ValueError: a bad packing" in failed.errors and "failed by ValueError" in failed.errors
     assert main(["why", str(folder)]) == 0
     assert "rank 1 failed: ValueError: a bad packing" in capfd.readouterr().out
+
+
+SPAWNS = """
+import sys
+from mpi4py import MPI
+
+other = MPI.Comm.Get_parent()
+if other == MPI.COMM_NULL:
+    words = ["-m", "mpishard.watch", "--folder", sys.argv[1], sys.argv[0], sys.argv[1]]
+    other = MPI.COMM_WORLD.Spawn(sys.executable, words)
+other.Recv(bytearray(8), source=0)
+"""
+
+
+@pytest.mark.full
+def test_who_was_spawned_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    script, folder = tmp_path / "program.py", tmp_path / "watch"
+    script.write_text(SPAWNS)
+    text, code = run("-m", "mpishard.watch", "--folder", str(folder), "--timeout", "2", str(script), str(folder))
+    assert code == 1 and "likely cause: rank 0 waits in Recv of other" in text, text
+    spawned, first = jobs(folder)
+    assert (read_folder(spawned).ranks, read_folder(first).ranks) == (1, 4)
+    assert "spawned" in spawned.name or spawned.name.endswith("@2")
