@@ -195,14 +195,14 @@ class Watcher(Sampler):
             ctypes.pythonapi.Py_AddPendingCall(self._note_move, None)
         if os.fstat(self._stack).st_size:  # it was written while the main thread kept the lock
             os.ftruncate(self._stack, 0)
-        if self._notes is not None and running_mpi() is not None:
-            self._notes.note_started()
-            self._notes = None
-        if self._limit is not None:
+        if self._limit is not None:  # before anything that a full disk refuses
             if self._end.exists():
                 self._end_job()
             elif self.waited() > (1 + _LATE) * self._limit + _LATE_S and self.waits():
                 self._end_without_guard(self._limit)
+        if self._notes is not None and running_mpi() is not None:
+            self._notes.note_started()
+            self._notes = None
         super().look()
 
     def _end_job(self) -> None:
