@@ -70,7 +70,7 @@ other.Recv(bytearray(8), source=0)
 def test_who_was_spawned_has_a_folder_of_its_own(tmp_path: Path) -> None:
     script, folder = tmp_path / "program.py", tmp_path / "watch"
     script.write_text(SPAWNS)
-    text, code = run("-m", "mpishard.watch", "--folder", str(folder), "--timeout", "2", str(script), str(folder))
+    text, code = run("-m", "mpishard.watch", "--folder", str(folder), "--timeout", "8", str(script), str(folder))
     assert code == 1 and "likely cause: rank 0 waits in Recv of other" in text, text
     spawned, first = jobs(folder)
     assert (read_folder(spawned).ranks, read_folder(first).ranks) == (1, 4)

@@ -112,17 +112,19 @@ class Written:
     def Isend(self, buffer: Any, dest: int, tag: int = 0) -> SimpleNamespace:
         return SimpleNamespace(Wait=self._axis.start_send(_numbers(buffer), dest, tag).wait)
 
-    def Irecv(self, buffer: Any, source: int = -1, tag: int = -1) -> SimpleNamespace:
+    def Irecv(self, buffer: Any, source: int = -1, tag: int = 0) -> SimpleNamespace:
         from mpi4py import MPI
 
-        any_rank, any_tag = source if source >= 0 else MPI.ANY_SOURCE, tag if tag >= 0 else MPI.ANY_TAG
-        return SimpleNamespace(Wait=self._axis.start_recv(_numbers(buffer), any_rank, any_tag).wait)
+        peer = source if source >= 0 else MPI.ANY_SOURCE
+        return SimpleNamespace(Wait=self._axis.start_recv(_numbers(buffer), peer, tag).wait)
 
-    def Recv(self, buffer: Any = None, source: int = -1, tag: int = -1) -> str:
-        self.Irecv(buffer, source, tag).Wait()
+    def Recv(self, buffer: Any = None, source: int = -1, tag: int = 0) -> str:
+        from mpi4py import MPI
+
+        self._axis.recv(_numbers(buffer), source if source >= 0 else MPI.ANY_SOURCE, tag)
         return "stop"
 
-    def recv(self, source: int = -1, tag: int = -1) -> str:
+    def recv(self, source: int = -1, tag: int = 0) -> str:
         return self.Recv(None, source, tag)
 
     barrier, bcast, allreduce, send, Ssend = Barrier, Bcast, Allreduce, Send, Send
