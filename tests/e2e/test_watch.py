@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from hanging import PROGRAMS, UNSEEN
+from launching import is_open_mpi, mpirun
 from why_score import grade, run, watched
 
 from mpishard.cli import main
@@ -68,10 +69,12 @@ other.Recv(bytearray(8), source=0)
 
 @pytest.mark.full
 def test_who_was_spawned_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    if is_open_mpi(mpirun()[1]):
+        pytest.skip("the launcher of Open MPI was seen not to end after the abort of a job that has spawned another")
     script, folder = tmp_path / "program.py", tmp_path / "watch"
     script.write_text(SPAWNS)
     text, code = run("-m", "mpishard.watch", "--folder", str(folder), "--timeout", "8", str(script), str(folder))
     assert code == 1 and "likely cause: rank 0 waits in Recv of other" in text, text
     spawned, first = jobs(folder)
     assert (read_folder(spawned).ranks, read_folder(first).ranks) == (1, 4)
-    assert "spawned" in spawned.name or spawned.name.endswith("@2")
+    assert spawned.name == f"{first.name}-spawned"
