@@ -30,6 +30,8 @@ LOOK_S = 1.0
 LONG_S = 15.0
 # If the thread cannot look for this many seconds, the stack is written without it.
 _FROZEN_S = 5.0
+# With a time limit of fewer seconds so long after it: MPI_Init keeps Python's lock, and is no hang.
+_INIT_S = 2.0
 # With a time limit of fewer seconds it looks more often: so often within the limit.
 _LOOKS = 4
 # A rank that has waited so much longer than the limit ends the job itself: its guard, or the disk, does not work.
@@ -151,7 +153,7 @@ class Watcher(Sampler):
         self._job = notes
         self._end = folder / END
         self._stack = -1
-        self._frozen_s = _FROZEN_S if limit is None else min(_FROZEN_S, limit)
+        self._frozen_s = _FROZEN_S if limit is None else min(_FROZEN_S, limit + _INIT_S)
         self._moved = time.monotonic()  # when the main thread last ran code of Python
         self._is_pending = self._is_stuck = False
         # Python's main thread calls it as soon as it is in no call of C.
