@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -52,6 +53,8 @@ class MeshLimits:
         self._keeps_tensor = same_bits and isinstance(start, FlatParameters) and start.sums_by_mpi
         architecture = problem.facts.get(MODEL)
         self._architecture = None if architecture is None else architecture_of(architecture)
+        self._optimizer = optimizer
+        self._first = weakref.ref(start) if isinstance(start, FlatParameters) else None  # a later mesh has others
 
     def __call__(self, sizes: MeshSizes) -> str:
         """The reason, in words; empty if the mesh is possible."""
@@ -59,11 +62,15 @@ class MeshLimits:
             return f"batch_size={self._batch_size} gives some of {sizes.data} data ranks no sample"
         if not self._is_model and sizes.ranks > sizes.data:
             return "a function of a flat array cannot be split over tensor or pipeline ranks"
-        if self._architecture is not None:
-            try:
+        parameters = self._optimizer.parameters or (None if self._first is None else self._first())
+        carried = None if parameters is None else parameters.carried
+        try:
+            if self._architecture is not None:
                 self._architecture.check(sizes.tensor, sizes.pipeline)
-            except ValueError as error:
-                return str(error)
+            if carried is not None:
+                carried.check_split(sizes.tensor, sizes.pipeline)
+        except ValueError as error:
+            return str(error)
         if self._keeps_tensor and sizes.tensor != self._tensor:
             return (
                 f"with reproducible=True a model without shards keeps its tensor size of {self._tensor}, since "

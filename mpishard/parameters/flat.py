@@ -56,6 +56,10 @@ class CarriedState(Protocol):
         """
         ...
 
+    def check_split(self, tensor: int, pipeline: int) -> None:
+        """Raise ValueError if the model cannot be made for a mesh of so many tensor and pipeline ranks."""
+        ...
+
     def check(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless `restore` can read these facts of a saved state."""
         ...
@@ -77,6 +81,10 @@ class CarriedState(Protocol):
 
     def consolidate(self, axis: Axis) -> None:
         """Make the values equal on all ranks before a save, and change none that are. Collective over the axis."""
+        ...
+
+    def release(self) -> None:
+        """Let the model go: it was made again for another mesh, and this one is used no more."""
         ...
 
 

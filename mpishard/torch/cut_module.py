@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from mpishard.arguments import flag
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import agree_on_settings, opening, text_of
+from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.io import log
@@ -27,7 +29,7 @@ from mpishard.nn.tensor_parallel import AdjointPair, Copy, GatherColumns, Reduce
 from mpishard.torch.buffers import as_fact
 from mpishard.torch.memory import as_array, as_reals, broadcast_values, finish_stream
 from mpishard.torch.plan_checks import PassRecord, ReplicaGradients, copied, is_plain
-from mpishard.torch.plans import LayerCut, cuts_of, dropout_rate, styles_of, terms_of
+from mpishard.torch.plans import LayerCut, dropout_rate, planned, terms_of
 from mpishard.torch.tensor_ops import moved
 from mpishard.torch.units import HOW_TO_SAVE, plain_name, tensors_in
 
@@ -98,6 +100,7 @@ class CutModule:
         self._module = module
         self._mesh = mesh
         self._axis = mesh.tensor
+        self._met = mesh.tensor.times_bound  # as these ranks, which have compared the same passes
         self._cuts = cuts
         self._tensors = dict(tensors)
         self._terms = terms
@@ -114,6 +117,7 @@ class CutModule:
         activations = [what for layer in self._layers for what in _whole_activations(layer)]
         self._gradients = ReplicaGradients(self._axis, wholes, terms, activations)
         self._handles: list[Any] = []
+        self._noting: list[Any] = []  # the handles on parameters, through which Python finds no circles
         self._summoned = False
         self._is_lost = False
         self._is_local = False  # a pass sends nothing, and has the shapes of its tensors only
@@ -140,16 +144,9 @@ class CutModule:
         ranks = mesh.tensor.size
         if plan is None and ranks == 1:
             return None
-        styles = styles_of(module, plan)
-        cuts = cuts_of(module, styles, ranks)
+        styles, cuts = planned(module, plan, ranks)
         if ranks == 1:
             return None
-        if not cuts:
-            raise ValueError(
-                f"the mesh has tensor={ranks}, and {'the plan' if plan else 'this ' + type(module).__name__} cuts no "
-                "layer: give a plan of layers that ranks divide, as plan={'layers.*.up': 'colwise', 'layers.*.down': "
-                "'rowwise'}, or make the mesh with tensor=1"
-            )
         names = {id(p): name for name, p in {**trained, **frozen}.items()}
         shared = [p for cut in cuts if cut.shared is not None for p in cut.layer.parameters()]
         terms = frozenset(names[id(p)] for p in (*terms_of(module, styles), *shared))
@@ -167,7 +164,29 @@ class CutModule:
             f"a module cut over tensor ranks belongs to its mesh and cannot be copied or pickled: {HOW_TO_SAVE}"
         )
 
+    def check_ranks(self, plan: Any, ranks: int) -> None:
+        """Raise ValueError if the plan cannot cut the module over so many tensor ranks. Not collective."""
+        runs = [vars(cut.layer).pop("forward") for cut in self._cuts]
+        self._count_heads(whole=True)
+        with torch._C.DisableTorchFunctionSubclass():  # parameters freed under zero=3 have Python functions
+            own = {name: self._tensors[name].data for name in self._parts}
+            try:
+                for name, values in own.items():  # of the whole shape, without memory
+                    self._tensors[name].data = values.new_zeros(()).expand(self._parts[name].shape)
+                planned(self._module, plan, ranks)
+            finally:
+                for name, values in own.items():
+                    self._tensors[name].data = values
+                self._count_heads(whole=False)
+                for cut, run in zip(self._cuts, runs, strict=True):
+                    cut.layer.forward = run
+
     # -- the parts of this rank ---------------------------------------------------------------------------------------
+
+    @property
+    def axis(self) -> Axis:
+        """The tensor axis."""
+        return self._axis
 
     @property
     def place(self) -> ModelParallelRank:
@@ -253,7 +272,7 @@ class CutModule:
         ]
         for name, p in self._gradients.tensors.items():
             hook = _Hook(CutModule._note_gradient, self, name)
-            self._handles.append(p.register_post_accumulate_grad_hook(hook))
+            self._noting.append(p.register_post_accumulate_grad_hook(hook))
 
     def remove(self, restores: bool) -> None:
         """Remove what `cut` has changed; if `restores`, give the module whole parameters, else its passes raise.
@@ -262,6 +281,9 @@ class CutModule:
         """
         if self._is_lost or not self._handles:
             return
+        for handle in self._noting:
+            handle.remove()
+        self._noting.clear()
         if not restores:
             self._is_lost = True
             return
@@ -291,11 +313,11 @@ class CutModule:
         with opening(self._axis, "summon_full_parameters") as same:
             same["writeback"] = flag("writeback", writeback)
         own = {name: self._tensors[name].data for name in self._parts}
-        for name, values in own.items():
-            self._tensors[name].data = self.whole(name, values)
         self._summoned = True
         self._count_heads(whole=True)
-        try:
+        try:  # a rank may die while the parts are gathered
+            for name, values in own.items():
+                self._tensors[name].data = self.whole(name, values)
             yield
             for name, p in self._tensors.items() if writeback else ():
                 broadcast_values(p, self._mesh.world if whole_on_data_ranks else self._axis)
@@ -331,8 +353,8 @@ class CutModule:
         if cut.kind == "Embedding":
             return self._look_up(layer, x)
         if cut.kind == "experts":
-            chosen, weights = others
-            y = layer.own(self._enter_once(layer, x), chosen, moved(weights, self._enter))
+            routing = [others[0], moved(others[1], self._enter)] if others else []
+            y = layer.own(self._enter_once(layer, x), *routing)
             return self._gradients.watch(layer.gives, self._moved(y, self._leave))
         weight, bias = own.weight.t() if cut.kind == "Conv1D" else own.weight, own.bias
         if cut.style.cuts == "outputs":
@@ -362,13 +384,15 @@ class CutModule:
         cut = layer.cut
         if cut.style.cuts != "inputs" or cut.style.whole:
             return x
-        start, stop = cut.offsets[self._axis.rank : self._axis.rank + 2]
-        return x[..., start:stop]
+        part = TensorPart(-1, cut.style.packed, cut.offsets, x.shape)
+        return torch.cat([x.narrow(-1, *run) for run in part.runs(self._axis.rank)], -1)
 
     def _enter_once(self, layer: _Layer, x: Any) -> Any:
         """An input of layers whose outputs are cut: one for all that get it, so that its gradient is summed once."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
+        if layer.cut.is_adapter:  # its input is its own, and comes between layers that share one
+            return moved(self._gradients.watch(layer.takes, x), self._enter)
         last, version, entered = self._entered
         if last is not x or version != x._version:
             entered = moved(self._gradients.watch(layer.takes, x), self._enter)
@@ -411,7 +435,10 @@ class CutModule:
 
         The first of three sends nothing, so that all ranks raise an error that one has by the shape of its part.
         """
-        if self._summoned or not self._is_unchecked:
+        if self._summoned:
+            return
+        self._meet()
+        if not self._is_unchecked:
             return
         self._agree_on_inputs(args, kwargs)
         if not is_plain((args, kwargs)):
@@ -461,6 +488,17 @@ class CutModule:
                 ) from None
         self._is_unchecked = False
 
+    def _meet(self) -> None:
+        """Where other ranks have taken the places of some: compare nothing more that any of them has compared."""
+        if self._met == self._axis.times_bound:
+            return
+        compared = np.array([not self._is_unchecked, self._gradients.steps], np.int64)
+        self._axis.all_reduce(compared, op="max", label="control")
+        was_checked, steps = compared.tolist()
+        self._is_unchecked = not was_checked
+        self._gradients.begin_after(steps)
+        self._met = self._axis.times_bound
+
     def _agree_on_inputs(self, args: Any, kwargs: Any) -> None:
         self._check_alive()
         given = [f"{tuple(each.shape)} {text_of(as_fact(each))}" for each in tensors_in((args, kwargs))]
@@ -476,6 +514,7 @@ class CutModule:
         """Before a pass of the module: compare its inputs over the ranks, and let them draw the same random numbers."""
         if self._summoned:
             return
+        self._meet()
         self._agree_on_inputs(args, kwargs)
         if self._drops and module.training:
             device = next(iter(self._tensors.values())).device

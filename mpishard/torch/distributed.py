@@ -106,12 +106,12 @@ def as_distributed(
         Which layers the tensor ranks of the mesh divide: the style of each by its name, in which ``*`` is any part, as
         ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``.  Styles are the names of transformers "colwise",
         "colwise_gather_output" or "colwise_rep", "rowwise", "rowwise_split_input" or "rowwise_rep", "packed_colwise" or
-        ``("packed_colwise", 3)``, "embedding_rowwise", "embedding_colwise", "moe_tp_experts", "replicate" and
-        "replicated_with_grad_allreduce", or a ``ColwiseParallel`` or ``RowwiseParallel`` of PyTorch.  Layers that it
-        does not name are whole on each tensor rank.  Default: the plan of the module itself, ``module.tp_plan``, as
-        models of transformers have it.  Then all tensor ranks of a data rank call the module with the same samples,
-        ``p.grad`` cannot be used, and the module is whole only within `summon_full_parameters` and after
-        `ModuleOptimizer.close`.  Shoeybi et al., "Megatron-LM" (2019), section 3.
+        ``("packed_colwise", 3)``, "packed_rowwise", "embedding_rowwise", "embedding_colwise", "moe_tp_experts",
+        "replicate" and "replicated_with_grad_allreduce", or a ``ColwiseParallel`` or ``RowwiseParallel`` of PyTorch.
+        Layers that it does not name are whole on each tensor rank.  Default: the plan of the module itself,
+        ``module.tp_plan``, as models of transformers have it.  Then all tensor ranks of a data rank call the module
+        with the same samples, ``p.grad`` cannot be used, and the module is whole only within `summon_full_parameters`
+        and after `ModuleOptimizer.close`.  Shoeybi et al., "Megatron-LM" (2019), section 3.
     check_plan : bool
         Whether the first pass of a module that tensor ranks have cut is compared with that of the whole module, and
         raises ValueError on all tensor ranks where they differ.  This takes three passes without gradients, in

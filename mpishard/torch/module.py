@@ -16,6 +16,7 @@ import torch
 from mpishard.arguments import listed
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
+from mpishard.comm.mesh import Mesh
 from mpishard.layout.tensors import WHOLE
 from mpishard.parameters.flat import FlatParameters, flat_of_tensors
 from mpishard.torch.buffers import BufferOwner, Buffers
@@ -31,6 +32,7 @@ from mpishard.torch.memory import (
     master_dtype,
     take_changed,
 )
+from mpishard.torch.plans import planned
 from mpishard.torch.sharded_module import ShardedModule
 from mpishard.torch.staged_module import StagedModule, check_has_all_stages
 from mpishard.torch.units import Unit, plain_name, units_of, units_text
@@ -278,6 +280,8 @@ class ModuleState:
             stages.cut(tensors.buffers)
             tensors = replace(tensors, trained=stages.held(tensors.trained), frozen=stages.held(tensors.frozen))
         self.users: int = 0  # optimizers and problems in use that train the module by this state
+        self.mesh: Mesh | None = None  # of a problem, whose ranks may divide the module
+        self.plan: Any = None  # of a problem
         self._let_go = False
         self._divides_frozen = False
         self._trained = tensors.trained
@@ -338,6 +342,13 @@ class ModuleState:
             (table, list(table.items())) for child in module.modules() for table in (child._parameters, child._modules)
         ]
 
+    def is_divided_over(self, mesh: Mesh | None) -> bool:
+        """Whether ranks of this mesh, and of no other, have parts of the parameters."""
+        if mesh is None or not self._divided:
+            return False
+        units, cuts = self.units, self.cuts
+        return (units is None or units.axis is mesh.data) and (cuts is None or cuts.axis is mesh.tensor)
+
     def use(self, hooks: GradientHooks) -> None:
         """Take gradients by other hooks from now on."""
         if hooks is not self.hooks:
@@ -359,6 +370,18 @@ class ModuleState:
     @property
     def calls(self) -> dict[str, str]:
         return self.hooks.calls
+
+    def check_split(self, tensor: int, pipeline: int) -> None:
+        if pipeline > 1:
+            raise ValueError("a problem of mpishard.torch passes its whole module, and has no pipeline ranks")
+        if tensor == 1:
+            return
+        if self.mesh is None:
+            raise ValueError("mpishard.torch.problem was not given the mesh, whose tensor ranks divide the module")
+        if self.cuts is None:
+            planned(self.module, self.plan, tensor)
+        else:
+            self.cuts.check_ranks(self.plan, tensor)
 
     def check(self, facts: Mapping[str, Any]) -> None:
         self.buffers.check(facts)
@@ -588,8 +611,9 @@ def check_other_trainers(module: Any, divides: bool) -> None:
     raise ValueError(
         "another optimizer or problem trains this module, and one of the two divides its parameters, as zero=3, tensor "
         "and pipeline ranks do: "
-        "call close() of what the other as_distributed returned; after a problem with shard_units load what the "
-        "module's state_dict() returns within summon_full_parameters into another module"
+        "call close() of what the other as_distributed returned; after a problem that has divided it load what the "
+        "module's state_dict() returns within summon_full_parameters into another module, and in a function of the "
+        "mesh make a module for each mesh"
     )
 
 

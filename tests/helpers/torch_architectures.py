@@ -80,6 +80,11 @@ ARCHITECTURES = {
         dict(**SIZES, **GROUPED | {"num_key_value_heads": 2}, **EXPERTS, num_experts=4, moe_intermediate_size=5)
         | dict(tie_word_embeddings=True)
     ),
+    # Its experts are transposed, and get tokens that are weighted already.
+    "Llama4": Architecture(
+        dict(**SIZES, **GROUPED, intermediate_size_mlp=7, num_local_experts=3, attention_chunk_size=8),
+        config="Llama4TextConfig",
+    ),
     # Its attention is whole on each rank.
     "DeepseekV3": Architecture(
         dict(**SIZES, **EXPERTS, num_attention_heads=6, num_key_value_heads=6, q_lora_rank=8, kv_lora_rank=8)

@@ -676,8 +676,8 @@ def test_a_module_stays_divided_between_two_problems(mesh, alone):
 
 
 def test_what_divides_a_problem_is_checked(mesh):
-    for arguments in ({"mesh": mesh}, {"shard_units": "auto"}, {"materialize": print}):
-        with pytest.raises(ValueError, match="mesh and shard_units"):
+    for arguments in ({"plan": {}}, {"shard_units": "auto"}, {"mesh": mesh, "materialize": print}):
+        with pytest.raises(ValueError, match="give mesh with them, and shard_units"):
             problem(smooth(), **arguments)
     with pytest.raises(TypeError, match="mesh=3"):
         problem(smooth(), mesh=3, shard_units="auto")
