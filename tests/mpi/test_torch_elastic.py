@@ -93,7 +93,7 @@ def test_meshes_change_while_a_run_goes(comm, strategy):
             assert shapes[1:] == [(comm.size, 1)] * 2 + [(1, 2), (comm.size // 2, 2), (comm.size // 2, 2)]
             assert (shapes[0][1] > 1) == (comm.size % 3 == 0 or comm.size % 2 == 0)
         gc.collect()
-        assert [module() is None for module in made] == [True] * (len(made) - 1) + [False]
+        assert not any(module() for module in made[:-2])  # the next step frees the last but one
 
 
 @pytest.mark.mpi(min_size=4)
