@@ -194,6 +194,14 @@ class CutModule:
             boxes.append(tuple(box))
         return ParameterSpec(name, part.shape, parts=tuple(boxes), packed=part.packed)
 
+    def own_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of this rank's part of a parameter of some shape."""
+        part = self._parts.get(name)
+        if part is None:
+            return shape
+        length = sum(length for _, length in part.runs(self._axis.rank))
+        return (*part.shape[: part.dim], length, *part.shape[part.dim + 1 :])
+
     def own_part(self, name: str, whole: Any) -> Any:
         """This rank's part of a parameter. Not collective."""
         part = self._parts.get(name)
@@ -314,6 +322,22 @@ class CutModule:
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def without_messages(self) -> Iterator[None]:
+        """A context whose passes send nothing: tensors have their shapes, and values without meaning.
+
+        Not collective.
+        """
+        self._is_local = True
+        try:
+            yield
+        finally:
+            self._is_local = False
+
+    def end_pass(self) -> None:
+        """Forget the inputs of a pass of the module, or of a stage of it. Not collective."""
+        self._entered = None, 0, None
+
     def _layer_of(self, cut: LayerCut) -> _Layer:
         pair: AdjointPair | None = None
         if cut.style.whole:
@@ -367,7 +391,7 @@ class CutModule:
 
     def _enter_once(self, layer: _Layer, x: Any) -> Any:
         """An input of layers whose outputs are cut: one for all that get it, so that its gradient is summed once."""
-        if not (torch.is_grad_enabled() and x.requires_grad):
+        if self._is_local or not (torch.is_grad_enabled() and x.requires_grad):
             return x
         last, version, entered = self._entered
         if last is not x or version != x._version:
@@ -382,7 +406,8 @@ class CutModule:
             y = layer.own(x)
             return y if layer.pair is None else self._gradients.watch(layer.gives, self._moved(y, layer.pair))
         first, stop = cut.offsets[self._axis.rank : self._axis.rank + 2]
-        if not x.is_cuda and x.numel() and not (0 <= int(x.min()) and int(x.max()) < cut.offsets[-1]):
+        has_values = not self._is_local and not x.is_cuda and x.numel()
+        if has_values and not (0 <= int(x.min()) and int(x.max()) < cut.offsets[-1]):
             raise IndexError(f"{cut.path!r} has {cut.offsets[-1]} rows, and got {int(x.min())} to {int(x.max())}")
         is_here = (x >= first) & (x < stop)
         padding = own.padding_idx
@@ -461,6 +486,20 @@ class CutModule:
                 ) from None
         self._is_unchecked = False
 
+    @property
+    def is_unchecked(self) -> bool:
+        """Whether a pass shall be compared with one of the whole module."""
+        return self._is_unchecked
+
+    def check_pass(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Compare a pass with these arguments now, as of a module that a pipeline passes in stages."""
+        self._check_pass(contextlib.nullcontext, module, args, kwargs)
+
+    @staticmethod
+    def explain(error: Exception) -> None:
+        """Note with an error of a pass without messages that each layer had a rank's part."""
+        error.add_note(_OF_PARTS)
+
     def _agree_on_inputs(self, args: Any, kwargs: Any) -> None:
         self._check_alive()
         given = [f"{tuple(each.shape)} {text_of(as_fact(each))}" for each in tensors_in((args, kwargs))]
@@ -473,10 +512,14 @@ class CutModule:
         )
 
     def _before(self, module: Any, args: Any, kwargs: Any) -> None:
-        """Before a pass of the module: compare its inputs over the ranks, and let them draw the same random numbers."""
-        if self._summoned:
+        """Before a pass of the module: compare its inputs over the ranks, and let them draw the same random numbers.
+
+        Those of a pipeline are compared before, as samples.
+        """
+        if self._summoned or self._is_local:
             return
-        self._agree_on_inputs(args, kwargs)
+        if self._mesh.pipeline.size == 1:
+            self._agree_on_inputs(args, kwargs)
         if self._drops and module.training:
             device = next(iter(self._tensors.values())).device
             state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
@@ -487,7 +530,7 @@ class CutModule:
                 torch.set_rng_state(state)
 
     def _after(self, module: Any, args: Any, output: Any) -> None:
-        self._entered = None, 0, None
+        self.end_pass()
 
     def _check_input(self, cut: LayerCut, layer: Any, args: Any) -> None:
         """Raise unless an input has as many columns as this rank has of the layer; not collective."""

@@ -55,7 +55,8 @@ def as_distributed(
     """Set up a PyTorch module for DDP or ZeRO-1, 2 or 3 over the ranks of a mesh; use the result as its optimizer.
 
     On a mesh with tensor ranks its layers are cut over these, by a plan; on one with pipeline ranks each keeps the
-    layers of its stages, and `ModuleOptimizer.loss_and_gradient` makes the passes.
+    layers of its stages, and `ModuleOptimizer.loss_and_gradient` makes the passes; where there are both, each layer of
+    a stage is cut.
 
     The module has no wrapper and is used as before.  Its parameters become views into one flat array, with the values
     of rank 0 on all ranks, and hooks send each gradient as soon as autograd has finished it.  PyTorch gets as many
@@ -71,8 +72,8 @@ def as_distributed(
         another dtype is its master, rounded, and ``p.grad`` has the dtype of the masters.  Change the module before:
         freeze, move, load.  ``torch.compile`` may come before or after.
     mesh : Mesh or ShardingConfiguration
-        Its tensor or its pipeline size is 1.  Settings such as `max_gradient_norm`, which clips, are in a
-        configuration.  A mesh alone stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)`` with
+        Settings such as `max_gradient_norm`, which clips, are in a configuration.  A mesh alone stands for
+        ``ShardingConfiguration.create_for_high_bandwidth(mesh)`` with
         ``overlap_communication=False`` and ``minimum_parameter_group_size=2**21``.
     rule : Rule, torch.optim.Optimizer or ShardedOptimizer
         Such as ``mpishard.AdamW(lr=1e-3)``, whose `lr` may be a schedule; or an optimizer of PyTorch that was made for
@@ -163,20 +164,21 @@ def as_distributed(
         optimizer = optimizer_of_whole_model(
             "a PyTorch module", rule, config, zero, shards_parameters=True, splits_model=True
         )
-        staged: StagedModule | None = None
         if ranks > 1:
             _check_stages(module, optimizer, zero)
-            layers = layers_of(module, stages, ranks * chunks)
-            staged = StagedModule(module, mesh, layers, tensors.trained, tensors.frozen)
         cuts = CutModule.of(
             module, plan, mesh, tensors.trained, tensors.frozen, checks_pass=flag("check_plan", check_plan)
         )
+        staged: StagedModule | None = None
+        if ranks > 1:
+            layers = layers_of(module, stages, ranks * chunks)
+            staged = StagedModule(module, mesh, layers, tensors.trained, tensors.frozen, cuts)
+            same["stages"] = staged.described
         if cuts is not None:
             _check_cuts(optimizer, materialize)
             same |= {"plan": cuts.described, "check_plan": check_plan}
-        elif staged is not None:
-            same["stages"] = staged.described
-        elif zero == 1 and not config.reproducible and config.compressor is None and config.loss_scale is None:
+        is_plain = not config.reproducible and config.compressor is None and config.loss_scale is None
+        if zero == 1 and cuts is None and staged is None and is_plain:
             optimizer = ZeRO1WithGradients(optimizer.rule, config)
         groups = groups_of(optimizer.rule, tensors.trained)
         if buffers not in MODES:
@@ -215,13 +217,7 @@ def as_distributed(
 
 def _check_stages(module: Any, optimizer: ShardedOptimizer, zero: int) -> None:
     """Raise ValueError for what pipeline ranks of a module cannot do."""
-    mesh = optimizer.mesh
-    with_pipeline = f"with pipeline={mesh.pipeline.size}"
-    if mesh.tensor.size > 1:
-        raise ValueError(
-            f"the mesh is {mesh.sizes}: a PyTorch module is cut over tensor ranks or over pipeline ranks, not over "
-            "both; make it with tensor=1 or pipeline=1"
-        )
+    with_pipeline = f"with pipeline={optimizer.mesh.pipeline.size}"
     if zero == 3 or optimizer.strategy_class.shards_parameters:
         raise ValueError(
             f"zero=3 {with_pipeline}: stages have their parameters whole; use zero=2, or make the mesh with pipeline=1"

@@ -16,6 +16,7 @@ import torch
 from mpishard.arguments import listed
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
+from mpishard.layout.boxes import box_shape
 from mpishard.layout.tensors import WHOLE
 from mpishard.parameters.flat import FlatParameters, flat_of_tensors
 from mpishard.torch.buffers import BufferOwner, Buffers
@@ -274,6 +275,8 @@ class ModuleState:
         self.stages = stages
         self.all_trained: dict[str, Any] = tensors.trained  # also those of other pipeline stages
         real = master_dtype(tensors.trained)
+        if cuts is not None:
+            cuts.cut(tensors.buffers)
         if stages is not None:
             stages.cut(tensors.buffers)
             tensors = replace(tensors, trained=stages.held(tensors.trained), frozen=stages.held(tensors.frozen))
@@ -285,8 +288,6 @@ class ModuleState:
         self.parameters: FlatParameters
         self.units: ShardedModule | None = None
         self._rounded: dict[str, tuple[Any, Any]] = {}  # parameters of another dtype than their masters, and these
-        if cuts is not None:
-            cuts.cut(tensors.buffers)
         if sharding is None:
             # In the order of their indices; channels_last has its own order in memory only.
             plain = {name: as_reals(p.detach()).to(real).contiguous() for name, p in tensors.trained.items()}
@@ -322,7 +323,7 @@ class ModuleState:
             self.parameters = self.units.parameters
             tensors = replace(tensors, buffers=dict(_persistent_buffers(module)))  # those on meta have been replaced
         self.tensors: ModuleTensors = tensors
-        if cuts is not None:
+        if cuts is not None and stages is None:
             cuts.check_first_pass(nullcontext if self.units is None else partial(self.units.summoned, False))
         names = {id(buffer): name for name, buffer in tensors.buffers.items()}
         owners = [
@@ -402,7 +403,9 @@ class ModuleState:
         pieces = [piece for piece in self.parameters.pieces if piece.name in names]
         own = {each.name: flat[each.start : each.start + each.size].clone().view(each.shape) for each in pieces}
         if self.stages is not None:
-            return self.stages.gathered(own, self.master_shapes, flat)
+            place = self.parameters.place
+            shapes = {spec.name: box_shape(place.box(spec)) for spec in self.parameters.specs if spec.name in names}
+            own = self.stages.gathered(own, shapes, flat)
         return own if self.cuts is None else {name: self.cuts.whole(name, values) for name, values in own.items()}
 
     @masters.setter
@@ -460,10 +463,10 @@ class ModuleState:
         with ExitStack() as stack:
             if self.units is not None:
                 stack.enter_context(self.units.summoned(writeback))
-            if self.cuts is not None:
-                stack.enter_context(self.cuts.summoned(writeback, self.units is None))
             if self.stages is not None:
                 stack.enter_context(self.stages.summoned(writeback))
+            if self.cuts is not None:
+                stack.enter_context(self.cuts.summoned(writeback, self.units is None))
             yield
 
     def check_not_summoned(self, what: str, **how: str) -> None:
@@ -473,8 +476,8 @@ class ModuleState:
 
     @property
     def _divided(self) -> list[Any]:
-        """What ranks have parts of."""
-        return [each for each in (self.units, self.cuts, self.stages) if each is not None]
+        """What ranks have parts of, in the order in which it becomes whole."""
+        return [each for each in (self.units, self.stages, self.cuts) if each is not None]
 
     def _memory_of(self, name: str, p: Any) -> tuple[Any, ...]:
         at = p.data_ptr() if self.units is None else self.units.is_here(name)

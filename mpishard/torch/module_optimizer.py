@@ -208,6 +208,9 @@ class ModuleOptimizer(torch.optim.Optimizer):
         TypeError, ValueError
             On every rank of a pipeline, if the batch cannot be cut, ranks have different samples, or the function or
             the order in which the module calls its layers is unfit.
+        Exception
+            On every rank of a pipeline, if the function or a layer raises one on a stage; the gradients of this step
+            are dropped then.
         """
         return self._passes.train(self, function, batch, reduction)
 
@@ -481,8 +484,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
 
     def _converter(self) -> TorchStateConverter:
         state = self._state
-        divided = state.cuts if state.stages is None else state.stages
-        wholes = {} if divided is None else divided.wholes
+        wholes = {} if state.stages is None else state.stages.wholes
+        wholes |= {} if state.cuts is None else state.cuts.wholes
         return TorchStateConverter(self.optimizer.rule, self._groups, state.all_trained, wholes)
 
     def _torch_state(self) -> dict[str, Any]:
