@@ -223,11 +223,14 @@ class CutModule:
             found.append(values.view(shape).chunk(part.packed, part.dim))
         return torch.cat([packed for layer in zip(*found, strict=True) for packed in layer], part.dim)
 
-    def cut(self, buffers: Mapping[str, Any]) -> None:
-        """Leave this rank its part of each parameter, with the values of tensor rank 0, and cut the passes."""
-        for buffer in buffers.values():
+    def cut(self, buffers: Mapping[str, Any], is_filled: bool) -> None:
+        """Leave this rank its part of each parameter, with the values of tensor rank 0, and cut the passes.
+
+        Parameters on the device meta stay there. If it `is_filled`, the rank has its parts alone already.
+        """
+        for buffer in () if is_filled else buffers.values():
             broadcast_values(buffer, self._axis)
-        for name, p in self._tensors.items():
+        for name, p in () if is_filled else self._tensors.items():
             broadcast_values(p, self._axis)
             if name in self._parts:
                 p.data = self.own_part(name, p.detach()).contiguous()
@@ -396,17 +399,19 @@ class CutModule:
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
-    def check_first_pass(self, gathered: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    def check_first_pass(
+        self, gathered: Callable[[], contextlib.AbstractContextManager[None]], fits_whole: bool
+    ) -> None:
         """Let the next pass be compared with one of the whole module, if that is wanted. Not collective.
 
         `gathered` makes a context in which this rank has the values of all its parts. To be called after the hooks that
-        gather them.
+        gather them. Unless the whole module `fits_whole` a rank, only the shapes of a pass are checked.
         """
         if self._is_unchecked:
-            hook = _Hook(torch.compiler.disable(CutModule._check_pass), self, gathered)
+            hook = _Hook(torch.compiler.disable(CutModule._check_pass), self, gathered, fits_whole)
             self._handles.append(self._module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
 
-    def _check_pass(self, gathered: Any, module: Any, args: Any, kwargs: Any) -> None:
+    def _check_pass(self, gathered: Any, fits_whole: bool, module: Any, args: Any, kwargs: Any) -> None:
         """Before a pass: compare one of the cut module with one of the whole, without gradients and dropout.
 
         The first of three sends nothing, so that all ranks raise an error that one has by the shape of its part.
@@ -441,9 +446,11 @@ class CutModule:
                     error.add_note(_OF_PARTS)
                     raise
                 self._is_local = False
-                own = record()
-                with self.summoned(False, False), raised_on_all(self._axis):
-                    whole = record()
+                own = whole = PassRecord()
+                if fits_whole:
+                    own = record()
+                    with self.summoned(False, False), raised_on_all(self._axis):
+                        whole = record()
             finally:
                 self._is_local = False
                 for child, mode in modes.items():

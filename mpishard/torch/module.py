@@ -21,6 +21,7 @@ from mpishard.parameters.flat import FlatParameters, flat_of_tensors
 from mpishard.torch.buffers import BufferOwner, Buffers
 from mpishard.torch.cut_module import CutModule, check_is_whole, specs_of
 from mpishard.torch.gradient_hooks import GradientHooks, ProblemHooks
+from mpishard.torch.layer_filler import LayerFiller
 from mpishard.torch.memory import (
     array_module,
     as_array,
@@ -28,6 +29,7 @@ from mpishard.torch.memory import (
     as_reals,
     as_tensor,
     broadcast_values,
+    give_memory,
     master_dtype,
     take_changed,
 )
@@ -133,9 +135,8 @@ def _check_values(named: dict[str, Any], on_meta: bool) -> None:
             raise ValueError(f"parameter {name!r} is not initialized: run one batch through the module first")
         if p.device.type == "meta" and not on_meta:
             raise ValueError(
-                f"parameter {name!r} is on the device meta and has no values: module.to_empty and fill it, or give "
-                "as_distributed zero=3 and a function that fills one layer, as "
-                "materialize=lambda layer: layer.reset_parameters()"
+                f"parameter {name!r} is on the device meta and has no values: give materialize=, a folder or file of "
+                "safetensors, or a function that fills one layer, as lambda layer: layer.reset_parameters()"
             )
         if p.device.type != "meta" and p.numel() and not p.untyped_storage().nbytes():
             raise ValueError(
@@ -217,11 +218,10 @@ def _short(dtype: Any) -> str:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How ZeRO-3 divides the parameters of a module: its units, the axis, and what fills modules without values."""
+    """How ZeRO-3 divides the parameters of a module: its units, and the axis."""
 
     units: list[Unit]
     axis: Axis
-    materialize: Any
     divides_frozen: bool  # frozen parameters are divided too
 
     @classmethod
@@ -231,17 +231,14 @@ class Sharding:
         tensors: ModuleTensors,
         shard_units: Any,
         axis: Axis,
-        materialize: Any,
         *,
         divides_frozen: bool,
     ) -> Sharding:
-        """How a module, compiled or not, is divided; raises as `units_of`, and TypeError for what cannot be called."""
-        if materialize is not None and not callable(materialize):
-            raise TypeError(f"materialize must be a function of a submodule, got {materialize!r}")
+        """How a module, compiled or not, is divided; raises as `units_of`."""
         names = {id(p): name for name, p in tensors.trained.items()}
         frozen = {id(p): name for name, p in tensors.frozen.items()} if divides_frozen else {}
         units = units_of(getattr(module, "_orig_mod", module), shard_units, names, frozen)
-        return cls(units, axis, materialize, divides_frozen)
+        return cls(units, axis, divides_frozen)
 
     @property
     def described(self) -> str:
@@ -254,7 +251,8 @@ class ModuleState:
 
     The parameters become views into one flat array, and keep their values. This is the `CarriedState` of that array.
     `buffers` is the treatment of buffers after each update, see `mpishard.torch.as_distributed`. With `sharding` the
-    parameters are views into storages that come and go, see `ShardedModule`.
+    parameters are views into storages that come and go, see `ShardedModule`. `filler` fills a module on the device
+    meta.
 
     A parameter of another dtype than the flat array has its own memory, with values that are rounded from the flat
     array, which has its master.
@@ -268,14 +266,19 @@ class ModuleState:
         sharding: Sharding | None = None,
         cuts: CutModule | None = None,
         stages: StagedModule | None = None,
+        filler: LayerFiller | None = None,
     ) -> None:
         self.module = module
         self.cuts = cuts
         self.stages = stages
         self.all_trained: dict[str, Any] = tensors.trained  # also those of other pipeline stages
         real = master_dtype(tensors.trained)
+        is_filled = filler is not None and sharding is None
+        if filler is not None and is_filled:
+            filler.fill_module(tensors.device)
+            tensors = replace(tensors, buffers=dict(_persistent_buffers(module)))
         if stages is not None:
-            stages.cut(tensors.buffers)
+            stages.cut(tensors.buffers, is_filled)
             tensors = replace(tensors, trained=stages.held(tensors.trained), frozen=stages.held(tensors.frozen))
         self.users: int = 0  # optimizers and problems in use that train the module by this state
         self._let_go = False
@@ -286,7 +289,7 @@ class ModuleState:
         self.units: ShardedModule | None = None
         self._rounded: dict[str, tuple[Any, Any]] = {}  # parameters of another dtype than their masters, and these
         if cuts is not None:
-            cuts.cut(tensors.buffers)
+            cuts.cut(tensors.buffers, is_filled)
         if sharding is None:
             # In the order of their indices; channels_last has its own order in memory only.
             plain = {name: as_reals(p.detach()).to(real).contiguous() for name, p in tensors.trained.items()}
@@ -306,8 +309,7 @@ class ModuleState:
             device = tensors.device
             for p in () if sharding.divides_frozen else tensors.frozen.values():
                 if p.device.type == "meta":
-                    values = torch.empty_like(p, device=device)
-                    torch.utils.swap_tensors(p, torch.nn.Parameter(values, requires_grad=False))
+                    give_memory(p, torch.empty_like(p, device=device))
             self.units = ShardedModule(
                 module,
                 sharding.units,
@@ -315,7 +317,7 @@ class ModuleState:
                 tensors.frozen if sharding.divides_frozen else {},
                 sharding.axis,
                 device,
-                sharding.materialize,
+                filler,
                 cuts,
             )
             self._divides_frozen = sharding.divides_frozen
@@ -323,7 +325,8 @@ class ModuleState:
             tensors = replace(tensors, buffers=dict(_persistent_buffers(module)))  # those on meta have been replaced
         self.tensors: ModuleTensors = tensors
         if cuts is not None:
-            cuts.check_first_pass(nullcontext if self.units is None else partial(self.units.summoned, False))
+            gathered = nullcontext if self.units is None else partial(self.units.summoned, False)
+            cuts.check_first_pass(gathered, fits_whole=filler is None)
         names = {id(buffer): name for name, buffer in tensors.buffers.items()}
         owners = [
             BufferOwner(plain_name(f"{path}." if path else ""), child, names) for path, child in module.named_modules()
@@ -539,15 +542,16 @@ def state_of(
     sharding: Sharding | None = None,
     cuts: CutModule | None = None,
     stages: StagedModule | None = None,
+    filler: LayerFiller | None = None,
 ) -> ModuleState:
     """The state of a module, compiled or not, without gradients: the one that others use, or a new one. Adds a user.
 
-    With `sharding`, `cuts` or `stages` it is collective. Raises ValueError if the module was changed since the state
+    With `sharding`, `cuts`, `stages` or `filler` it is collective. Raises ValueError if the module was changed since the state
     was made.
     """
     module, found = _known(module)
     if found is None:
-        found = _states[module] = ModuleState(module, tensors, buffers, sharding, cuts, stages)
+        found = _states[module] = ModuleState(module, tensors, buffers, sharding, cuts, stages, filler)
     else:
         found.check_intact()
         found.take_values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
@@ -15,6 +16,7 @@ from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.parameters.flat import FlatParameters
 from mpishard.torch.buffers import MODES
 from mpishard.torch.gradient_hooks import LoopHooks
+from mpishard.torch.layer_filler import LayerFiller
 from mpishard.torch.memory import array_module
 from mpishard.torch.module import ModuleState, ModuleTensors, Sharding, check_other_trainers, known_state, state_of
 from mpishard.training.objective import ObjectiveOptions
@@ -30,7 +32,7 @@ def problem(
     buffers: str = "broadcast",
     mesh: Mesh | None = None,
     shard_units: Any = None,
-    materialize: Callable[[Any], Any] | None = None,
+    materialize: str | os.PathLike[str] | Callable[[Any], Any] | None = None,
     facts: Mapping[str, Any] | None = None,
     **options: Unpack[ObjectiveOptions],
 ) -> OptimizationProblem[FlatParameters]:
@@ -57,7 +59,7 @@ def problem(
         As for `mpishard.torch.as_distributed`, but frozen parameters stay whole, since a rank that dies has no copy of
         its share of them; default: the module stays whole.  A rank without samples in a
         micro-batch calls `losses` with those that it had before, and drops the result: ranks gather units together.
-    materialize : callable, optional
+    materialize : path or callable, optional
         As for `mpishard.torch.as_distributed`.
     facts : mapping, optional
         As for `OptimizationProblem`.
@@ -74,7 +76,7 @@ def problem(
     TypeError, ValueError
         If the module or an argument is unfit; with `shard_units` on every rank.
     """
-    sharding = None
+    sharding = filler = None
     known = known_state(module) if isinstance(module, torch.nn.Module) else None
     world = None if mesh is None else checked_mesh(mesh).world
     with opening(world, "problem") as same:  # a class of the user's may raise, too
@@ -97,15 +99,18 @@ def problem(
             )
         if mesh is not None:
             array_module(tensors.device)  # raises for a device that has no arrays
-            sharding = Sharding.of(module, tensors, shard_units, mesh.data, materialize, divides_frozen=False)
+            sharding = Sharding.of(module, tensors, shard_units, mesh.data, divides_frozen=False)
             same |= {"buffers": buffers, **tensors.described, "shard_units": sharding.described}
+            if materialize is not None and before is None:
+                filler = LayerFiller(materialize, module, {**tensors.trained, **tensors.frozen}, mesh.data)
+                same["materialize"] = filler.described
             same["divided before"] = before is not None
             if before is not None and before.described != sharding.described:
                 raise ValueError(
                     f"another problem has divided this module into the units {before.described}, and this one "
                     f"would into {sharding.described}: give the same shard_units"
                 )
-    state = state_of(module, tensors, buffers, sharding)
+    state = state_of(module, tensors, buffers, sharding, filler=filler)
     function = LossAndGradient(state, module, losses)
     return OptimizationProblem(function, state.parameters, samples, batch_size, facts=facts or {}, **options)
 

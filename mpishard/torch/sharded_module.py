@@ -27,6 +27,7 @@ from mpishard.layout.tensors import WHOLE, ParameterSpec
 from mpishard.parameters.flat import FlatParameters, TensorLayout
 from mpishard.parameters.zero3_units import ShardedUnits
 from mpishard.torch.cut_module import CutModule, specs_of
+from mpishard.torch.layer_filler import LayerFiller
 from mpishard.torch.memory import array_module, finish_stream, master_dtype
 from mpishard.torch.unit_storages import UnitStorages
 from mpishard.torch.units import Unit, UnitCall, tensors_in, units_text
@@ -46,9 +47,9 @@ class ShardedModule:
     where other ranks may continue, they stay whole. A run is tensors of one unit that are neighbours in one of the two
     flat arrays; all runs are numbered, those of the trained parameters first.
 
-    Methods are collective over `axis`, whose ranks must run the same units in the same order. `materialize` fills a
-    module whose parameters have no values yet, see `as_distributed`; `cuts` are those over tensor ranks, which were
-    made before. Raises what that raises on any rank, on all.
+    Methods are collective over `axis`, whose ranks must run the same units in the same order. `filler` fills a module
+    on the device meta; `cuts` are those over tensor ranks, which were made before. Raises what filling it raises on any
+    rank, on all.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class ShardedModule:
         frozen: Mapping[str, Any],
         axis: Axis,
         device: Any,
-        materialize: Any,
+        filler: LayerFiller | None,
         cuts: CutModule | None,
     ) -> None:
         self.units = list(units)
@@ -102,8 +103,8 @@ class ShardedModule:
         self._runs = range(len(given.units) + len(others.units))
         for unit in self.units:
             unit.runs = self._runs_of([*unit.names, *unit.frozen])
-        if first.device.type == "meta":
-            self._materialize(materialize, device)
+        if filler is not None:
+            self._materialize(filler, device)
         else:
             for number in self._runs:
                 self._use_runs([number])
@@ -402,19 +403,19 @@ class ShardedModule:
     def _ready(self) -> None:
         arrays.ready(self.parameters.held)  # PyTorch may continue in another stream of a GPU
 
-    def _materialize(self, materialize: Any, device: Any) -> None:
+    def _materialize(self, filler: LayerFiller, device: Any) -> None:
         """Fill the parameters and buffers, which are on the device meta, unit by unit, with the values of rank 0."""
         adopted: set[int] = set()
         for unit in self.units:
             own = [name for child in unit.children for name in self._names_in(child)]
             runs = self._runs_of([*own, *unit.names, *unit.frozen])
             self._use_runs(runs)
-            with raised_on_all(self.axis):  # of a function of the user's
+            with raised_on_all(filler.ranks):  # of a function of the user's
                 for number in [each for each in runs if each not in adopted]:
                     self._attach(number)
                 adopted.update(runs)
                 for child in unit.children:
-                    _fill(child, materialize, device)
+                    filler.fill(child, device)
             self._write_back(runs)
             self._free_runs(runs)
 
@@ -437,22 +438,3 @@ def _runs(tensors: Mapping[str, Any], of_name: Mapping[str, Unit]) -> list[list[
         last = of_name[name]
         runs[-1].append(name)
     return runs
-
-
-def _fill(child: Any, materialize: Any, device: Any) -> None:
-    """Give the buffers of a module memory, and let the user's function fill it and the parameters in place."""
-    for key, buffer in child._buffers.items():
-        if buffer is not None and buffer.device.type == "meta":
-            child._buffers[key] = torch.empty_like(buffer, device=device)
-    before = dict(child._parameters)
-    if not any(each is not None for each in (*before.values(), *child._buffers.values())):
-        return
-    storages = {key: p.untyped_storage()._cdata for key, p in before.items() if p is not None}
-    with torch.no_grad():
-        materialize(child)
-    for key, p in child._parameters.items():
-        if p is not before.get(key) or (p is not None and p.untyped_storage()._cdata != storages[key]):
-            raise ValueError(
-                f"materialize has replaced {key!r} of a {type(child).__name__}: fill parameters in place, as "
-                "reset_parameters() and functions of torch.nn.init do"
-            )

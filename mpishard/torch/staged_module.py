@@ -139,11 +139,14 @@ class StagedModule:
             self._from_owner(name, found[name])
         return found
 
-    def cut(self, buffers: Mapping[str, Any]) -> None:
-        """Leave this rank the parameters of its stages, with the values of rank 0, and let layers call back."""
+    def cut(self, buffers: Mapping[str, Any], is_filled: bool) -> None:
+        """Leave this rank the parameters of its stages, with the values of rank 0, and let layers call back.
+
+        If it `is_filled`, the rank has these alone already.
+        """
         self._buffers = dict(buffers)
         names = {id(buffer): name for name, buffer in buffers.items()}
-        for tensor in (*buffers.values(), *self._tensors.values()):
+        for tensor in () if is_filled else (*buffers.values(), *self._tensors.values()):
             broadcast_values(tensor, self._axis)
         for layer in self.layers:
             inside = {names[id(each)] for each in layer.module.buffers() if id(each) in names}
@@ -153,7 +156,7 @@ class StagedModule:
             for key, p in child._parameters.items():
                 if p is not None and id(p) in name_of:
                     self._places.setdefault(name_of[id(p)], []).append((child._parameters, key))
-        self._fakes = {name: self.mode.from_tensor(self._tensors[name]) for name in self._places}
+        self._fakes = {name: self._without_values(name) for name in self._places}
         self._leave()
         run = torch.compiler.disable(StagedModule._run)
         for number, layer in enumerate(self.layers):
@@ -163,6 +166,11 @@ class StagedModule:
         for child in self.module.modules():
             self._handles.append(child.register_state_dict_pre_hook(refuse))
             self._handles.append(child.register_load_state_dict_pre_hook(refuse))
+
+    def _without_values(self, name: str) -> Any:
+        p, (shape, dtype, _) = self._tensors[name], self._forms[name]
+        with self.mode:
+            return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=p.device), p.requires_grad)
 
     def remove(self, restores: bool) -> None:
         """Remove what `cut` has changed; if `restores`, give the module all parameters, else its passes raise.

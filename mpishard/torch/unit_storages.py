@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from mpishard.layout.tensors import Piece
-from mpishard.torch.memory import array_module, as_numbers, as_reals, finish_stream, take_changed
+from mpishard.torch.memory import array_module, as_numbers, as_reals, finish_stream, give_memory, take_changed
 from mpishard.torch.units import HOW_TO_SAVE, tensors_in
 
 Array = Any
@@ -170,9 +170,7 @@ class UnitStorages:
         """Make the parameters of a gathered unit views into its memory, with the values that they have."""
         for p, view in self._views(unit):
             if p.device.type == "meta":
-                whole: Any = torch.Tensor._make_subclass(type(p), view, p.requires_grad)
-                vars(whole).update(vars(p))
-                torch.utils.swap_tensors(p, whole)
+                give_memory(p, view)
             else:
                 view.copy_(p.detach())
                 p.data = view
