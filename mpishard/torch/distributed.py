@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,6 +20,7 @@ from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.torch.batch_norm import has_norms_over_ranks
 from mpishard.torch.buffers import MODES
 from mpishard.torch.cut_module import CutModule
+from mpishard.torch.layer_filler import LayerFiller
 from mpishard.torch.live_groups import LiveGroups, RuleGroups, groups_of
 from mpishard.torch.memory import array_module
 from mpishard.torch.micro_batches import ModulePasses, PipelinedPasses, PipelineSettings
@@ -44,7 +46,7 @@ def as_distributed(
     zero: int = 0,
     buffers: str = "broadcast",
     shard_units: Any = "auto",
-    materialize: Callable[[Any], Any] | None = None,
+    materialize: str | os.PathLike[str] | Callable[[Any], Any] | None = None,
     plan: Mapping[str, Any] | None = None,
     check_plan: bool = True,
     stages: Sequence[str] | Mapping[str, Any] | None = None,
@@ -97,11 +99,14 @@ def as_distributed(
         unit with what is left, and with a parameter that two units share.  "auto" takes the layers of its
         ``ModuleList`` and ``Sequential`` that have 32768 elements or more, and looks within those that have more than a
         quarter of all.
-    materialize : callable, optional
-        Under ``zero=3`` for a module on the device meta, so that no rank has all parameters at any time:
+    materialize : path or callable, optional
+        For a module on the device meta, so that no rank has parameters that it does not keep: a safetensors file, or a
+        folder with ``model.safetensors`` or several files and their index, as ``save_pretrained`` writes it, of whose
+        tensors each rank reads its parts; their names are those in the module's ``state_dict``.  Or a function:
         ``materialize(layer)`` is called with each submodule that has its own parameters or buffers, when these
         have memory, and fills them in place, as ``lambda layer: layer.reset_parameters()``.  The values of rank 0 are
-        taken.  After an error in it, the module is in no usable state.
+        taken, and of one layer a rank has all parameters meanwhile.  After an error in it, the module is in no usable
+        state.
     plan : mapping of str to str, tuple or ParallelStyle, optional
         Which layers the tensor ranks of the mesh divide: the style of each by its name, in which ``*`` is any part, as
         ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``.  Styles are the names of transformers "colwise",
@@ -115,7 +120,8 @@ def as_distributed(
     check_plan : bool
         Whether the first pass of a module that tensor ranks have cut is compared with that of the whole module, and
         raises ValueError on all tensor ranks where they differ.  This takes three passes without gradients, in
-        evaluation mode, and meanwhile the memory of the whole module on each tensor rank.
+        evaluation mode, and meanwhile the memory of the whole module on each tensor rank.  With `materialize` there is
+        one such pass, which checks shapes, and none under ``zero=3``.
     stages : sequence of str, or mapping, optional
         Where pipeline ranks cut the module: the names of the submodules at which the second and later stages begin, in
         the order of their calls, as ``["layers.4", "layers.8"]``; or a plan as that of transformers, whose keys are the
@@ -148,7 +154,7 @@ def as_distributed(
         ranks = mesh.pipeline.size
         order = PipelineSettings.of(schedule, chunks, microbatches, ranks)
         check_other_trainers(module, zero == 3 or mesh.data.size < mesh.size)
-        tensors = ModuleTensors.of(module, on_meta=zero == 3 and materialize is not None)
+        tensors = ModuleTensors.of(module, on_meta=materialize is not None)
         array_module(tensors.device)  # raises for a device that has no arrays
         check_unchanged(module)
         if isinstance(rule, torch.optim.Optimizer):
@@ -168,11 +174,19 @@ def as_distributed(
             _check_stages(module, optimizer, zero)
             layers = layers_of(module, stages, ranks * chunks)
             staged = StagedModule(module, mesh, layers, tensors.trained, tensors.frozen)
-        cuts = CutModule.of(
-            module, plan, mesh, tensors.trained, tensors.frozen, checks_pass=flag("check_plan", check_plan)
-        )
+        checks_pass = flag("check_plan", check_plan) and not (zero == 3 and materialize is not None)
+        cuts = CutModule.of(module, plan, mesh, tensors.trained, tensors.frozen, checks_pass=checks_pass)
+        filler: LayerFiller | None = None
+        if materialize is not None:
+            filler = LayerFiller(materialize, module, {**tensors.trained, **tensors.frozen}, mesh.world, cuts, staged)
+            same["materialize"] = filler.described
         if cuts is not None:
-            _check_cuts(optimizer, materialize)
+            _check_cuts(optimizer)
+            if zero == 3 and filler is not None and not filler.reads_parts:
+                raise ValueError(
+                    f"materialize is a function, which fills whole layers, and zero=3 with tensor={mesh.tensor.size} "
+                    "has parts of them: give it a folder or file of safetensors, or use zero=2"
+                )
             same |= {"plan": cuts.described, "check_plan": check_plan}
         elif staged is not None:
             same["stages"] = staged.described
@@ -184,12 +198,12 @@ def as_distributed(
         same |= {"zero": zero, "buffers": buffers, **tensors.described}
         same |= {"schedule": schedule, "chunks": chunks, "microbatches": order.microbatches}
         if zero == 3:
-            sharding = Sharding.of(module, tensors, shard_units, mesh.data, materialize, divides_frozen=True)
+            sharding = Sharding.of(module, tensors, shard_units, mesh.data, divides_frozen=True)
             same["shard_units"] = sharding.described
-        elif materialize is not None or not (isinstance(shard_units, str) and shard_units == "auto"):
-            raise ValueError(f"shard_units and materialize are for zero=3, which divides the parameters; zero={zero!r}")
+        elif not (isinstance(shard_units, str) and shard_units == "auto"):
+            raise ValueError(f"shard_units is for zero=3, which divides the parameters; zero={zero!r}")
     torch.set_num_threads(mesh.blas_threads)
-    state = state_of(module, tensors, buffers, sharding, cuts, staged)
+    state = state_of(module, tensors, buffers, sharding, cuts, staged, filler)
     before: Any = optimizer.rule
     try:
         if isinstance(groups, RuleGroups):
@@ -248,18 +262,13 @@ def _check_stages(module: Any, optimizer: ShardedOptimizer, zero: int) -> None:
         )
 
 
-def _check_cuts(optimizer: ShardedOptimizer, materialize: Any) -> None:
+def _check_cuts(optimizer: ShardedOptimizer) -> None:
     """Raise ValueError for what tensor ranks of a module cannot do."""
     mesh = optimizer.mesh
     if optimizer.strategy_class.workers_differ:
         raise ValueError(
             f"{type(optimizer).__name__} with tensor={mesh.tensor.size}: workers that take steps by themselves have "
             "whole modules; use sync_every=1 and zero=0 to 3, or make the mesh with tensor=1"
-        )
-    if materialize is not None:
-        raise ValueError(
-            f"materialize fills a module without values unit by unit, and tensor={mesh.tensor.size} ranks cut values: "
-            "make the module with values, or the mesh with tensor=1"
         )
 
 
