@@ -46,6 +46,7 @@ class LayerFiller:
         self._stages = stages
         self._module = getattr(module, "_orig_mod", module)
         self._files: _ModuleFiles | None = None
+        self._have_read: set[int] = set()  # ids of parameters
         self._fill: Callable[[Any], Any] = materialize
         if isinstance(materialize, str | os.PathLike):
             self._files = _ModuleFiles(Path(materialize), self._module)
@@ -127,6 +128,9 @@ class LayerFiller:
         with self._files.opened() as files:
             self._files.make_buffers(layer)
             for tensor, stored in self._files.stored_in(layer):
+                if id(tensor) in self._have_read:  # as one of another layer
+                    continue
+                self._have_read.add(id(tensor))
                 name = self._names.get(id(tensor))
                 whole = _Whole(files, stored)
                 part = whole if name is None else self._part(name, whole)
