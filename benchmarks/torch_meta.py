@@ -79,7 +79,10 @@ def main() -> None:
         def show(what: str) -> None:
             most = mesh.world.all_reduce(np.array([resident(), resident() - libraries]), op="max")
             if mesh.rank == 0:
-                print(f"{what}: at most {most[0]:.0f} MiB resident on a rank, {most[1]:.0f} above those before", flush=True)
+                print(
+                    f"{what}: at most {most[0]:.0f} MiB resident on a rank, {most[1]:.0f} above those before",
+                    flush=True,
+                )
 
         show("before")
         start = time.perf_counter()
@@ -110,8 +113,8 @@ def main() -> None:
         if mesh.rank == 0:
             every = sum(spec.size for spec in parameters.specs)
             print(
-                f"{every} parameters of {4 * every / MIB:.0f} MiB on {mesh.sizes}, zero={given.zero}; at most {most[0]} "
-                f"on a rank: parameters, gradients and state take {most[1] / MIB:.0f} MiB by the formula, "
+                f"{every} parameters of {4 * every / MIB:.0f} MiB on {mesh.sizes}, zero={given.zero}; at most "
+                f"{most[0]} on a rank: parameters, gradients and state take {most[1] / MIB:.0f} MiB by the formula, "
                 f"{most[2] / MIB:.0f} as counted after a step"
             )
 

@@ -546,8 +546,7 @@ def state_of(
 ) -> ModuleState:
     """The state of a module, compiled or not, without gradients: the one that others use, or a new one. Adds a user.
 
-    With `sharding`, `cuts`, `stages` or `filler` it is collective. Raises ValueError if the module was changed since the state
-    was made.
+    With any of the others it is collective. Raises ValueError if the module was changed since the state was made.
     """
     module, found = _known(module)
     if found is None:

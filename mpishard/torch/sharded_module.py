@@ -71,7 +71,6 @@ class ShardedModule:
         self._passes: list[int] = []  # those of autograd under way, a nested one last
         self._kept: list[UnitCall] = []  # units that the backward pass uses first, in memory since the forward pass
         self._summoned = False
-        first = next(iter(tensors.values()))
         like = self._like = torch.empty(0, dtype=master_dtype(tensors), device=device)
         self.parameters: FlatParameters = FlatParameters(
             specs_of(tensors, cuts),
