@@ -121,7 +121,7 @@ def as_distributed(
         Whether the first pass of a module that tensor ranks have cut is compared with that of the whole module, and
         raises ValueError on all tensor ranks where they differ.  This takes three passes without gradients, in
         evaluation mode, and meanwhile the memory of the whole module on each tensor rank.  With `materialize` there is
-        one such pass, which checks shapes, and none under ``zero=3``.
+        one such pass, which checks shapes, and none under ``zero=3`` or on pipeline ranks.
     stages : sequence of str, or mapping, optional
         Where pipeline ranks cut the module: the names of the submodules at which the second and later stages begin, in
         the order of their calls, as ``["layers.4", "layers.8"]``; or a plan as that of transformers, whose keys are the
@@ -174,7 +174,7 @@ def as_distributed(
             _check_stages(module, optimizer, zero)
             layers = layers_of(module, stages, ranks * chunks)
             staged = StagedModule(module, mesh, layers, tensors.trained, tensors.frozen)
-        checks_pass = flag("check_plan", check_plan) and not (zero == 3 and materialize is not None)
+        checks_pass = flag("check_plan", check_plan) and (materialize is None or (zero != 3 and ranks == 1))
         cuts = CutModule.of(module, plan, mesh, tensors.trained, tensors.frozen, checks_pass=checks_pass)
         filler: LayerFiller | None = None
         if materialize is not None:
