@@ -119,6 +119,7 @@ class CutModule:
         self._is_local = False  # a pass sends nothing, and has the shapes of its tensors only
         self._record: PassRecord | None = None  # of the pass under way
         self._is_unchecked = checks_pass  # a pass shall be compared with one of the whole module
+        self._fits_whole = True  # which a rank has room for
         self.problem: ValueError | None = None  # what the comparison of gradients has found
 
     @classmethod
@@ -407,11 +408,12 @@ class CutModule:
         `gathered` makes a context in which this rank has the values of all its parts. To be called after the hooks that
         gather them. Unless the whole module `fits_whole` a rank, only the shapes of a pass are checked.
         """
+        self._fits_whole = fits_whole
         if self._is_unchecked:
-            hook = _Hook(torch.compiler.disable(CutModule._check_pass), self, gathered, fits_whole)
+            hook = _Hook(torch.compiler.disable(CutModule._check_pass), self, gathered)
             self._handles.append(self._module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
 
-    def _check_pass(self, gathered: Any, fits_whole: bool, module: Any, args: Any, kwargs: Any) -> None:
+    def _check_pass(self, gathered: Any, module: Any, args: Any, kwargs: Any) -> None:
         """Before a pass: compare one of the cut module with one of the whole, without gradients and dropout.
 
         The first of three sends nothing, so that all ranks raise an error that one has by the shape of its part.
@@ -447,7 +449,7 @@ class CutModule:
                     raise
                 self._is_local = False
                 own = whole = PassRecord()
-                if fits_whole:
+                if self._fits_whole:
                     own = record()
                     with self.summoned(False, False), raised_on_all(self._axis):
                         whole = record()
