@@ -227,9 +227,9 @@ class CutModule:
     def cut(self, buffers: Mapping[str, Any], is_filled: bool) -> None:
         """Leave this rank its part of each parameter, with the values of tensor rank 0, and cut the passes.
 
-        Parameters on the device meta stay there. If it `is_filled`, the rank has its parts alone already.
+        What is on the device meta stays there. If it `is_filled`, the rank has its parts alone already.
         """
-        for buffer in () if is_filled else buffers.values():
+        for buffer in buffers.values():
             broadcast_values(buffer, self._axis)
         for name, p in () if is_filled else self._tensors.items():
             broadcast_values(p, self._axis)

@@ -142,14 +142,15 @@ class _Whole:
     """A stored tensor, of which parts are read as they would be taken of a tensor."""
 
     def __init__(self, files: WeightFiles, stored: StoredWeight) -> None:
-        self._file = files.open(stored.file)
-        self._name = stored.name
+        self._files = files
+        self.stored = stored
 
     def read(self) -> Any:
-        return self._file.get_tensor(self._name)
+        return self._files.open(self.stored.file).get_tensor(self.stored.name)
 
     def narrow(self, dim: int, start: int, length: int) -> Any:
-        return self._file.get_slice(self._name)[(*[slice(None)] * dim, slice(start, start + length))]
+        part = self._files.open(self.stored.file).get_slice(self.stored.name)
+        return part[(*[slice(None)] * dim, slice(start, start + length))]
 
 
 class _ModuleFiles:

@@ -146,7 +146,7 @@ class StagedModule:
         """
         self._buffers = dict(buffers)
         names = {id(buffer): name for name, buffer in buffers.items()}
-        for tensor in () if is_filled else (*buffers.values(), *self._tensors.values()):
+        for tensor in (*buffers.values(), *(() if is_filled else self._tensors.values())):
             broadcast_values(tensor, self._axis)
         for layer in self.layers:
             inside = {names[id(each)] for each in layer.module.buffers() if id(each) in names}

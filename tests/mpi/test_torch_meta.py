@@ -83,7 +83,7 @@ def test_a_rank_reads_its_parts_alone(comm, cut_mesh, axis, folder, monkeypatch,
 
         def read(self, *args):
             found = own(self, *args)
-            counts.append(found.numel() if self._name in names else 0)
+            counts.append(found.numel() if self.stored.name in names else 0)
             return found
 
         return read
