@@ -255,6 +255,12 @@ class CutModule:
             self._module.register_forward_pre_hook(_Hook(before, self), prepend=True, with_kwargs=True),
             self._module.register_forward_hook(_Hook(after, self), always_call=True),
         ]
+
+    def watch_gradients(self) -> None:
+        """Note the gradients of what all ranks have whole; a parameter that gets memory later loses its hooks.
+
+        Not collective.
+        """
         for name, p in self._gradients.tensors.items():
             hook = _Hook(CutModule._note_gradient, self, name)
             self._handles.append(p.register_post_accumulate_grad_hook(hook))

@@ -325,6 +325,7 @@ class ModuleState:
             tensors = replace(tensors, buffers=dict(_persistent_buffers(module)))  # those on meta have been replaced
         self.tensors: ModuleTensors = tensors
         if cuts is not None:
+            cuts.watch_gradients()
             gathered = nullcontext if self.units is None else partial(self.units.summoned, False)
             cuts.check_first_pass(gathered, fits_whole=filler is None)
         names = {id(buffer): name for name, buffer in tensors.buffers.items()}
