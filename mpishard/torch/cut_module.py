@@ -234,7 +234,8 @@ class CutModule:
                 p.grad = None
         self._count_heads(whole=False)
         # torch.compile would try to trace the messages.
-        own = CutModule._run, CutModule._check_input, CutModule._before, CutModule._after
+        kind = type(self)
+        own = kind._run, kind._check_input, kind._before, kind._after
         run, check, before, after = map(torch.compiler.disable, own)
         for layer in self._layers:
             cut = layer.cut
@@ -403,7 +404,7 @@ class CutModule:
         gather them.
         """
         if self._is_unchecked:
-            hook = _Hook(torch.compiler.disable(CutModule._check_pass), self, gathered)
+            hook = _Hook(torch.compiler.disable(type(self)._check_pass), self, gathered)
             self._handles.append(self._module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
 
     def _check_pass(self, gathered: Any, module: Any, args: Any, kwargs: Any) -> None:
@@ -416,7 +417,6 @@ class CutModule:
         self._agree_on_inputs(args, kwargs)
         if not is_plain((args, kwargs)):
             return
-        modes = {child: child.training for child in module.modules()}
 
         def record() -> PassRecord:
             self._record = PassRecord()
@@ -428,26 +428,19 @@ class CutModule:
             finally:
                 self._record = None
 
-        device = next(iter(self._tensors.values())).device
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), gathered():
+        with self._without_trace(module, gathered):
+            self._is_local = True
             try:
-                for child in modes:
-                    child.training = False
-                self._is_local = True
-                try:
-                    with raised_on_all(self._axis):
-                        record()
-                except Exception as error:
-                    error.add_note(_OF_PARTS)
-                    raise
-                self._is_local = False
-                own = record()
-                with self.summoned(False, False), raised_on_all(self._axis):
-                    whole = record()
+                with raised_on_all(self._axis):
+                    record()
+            except Exception as error:
+                error.add_note(_OF_PARTS)
+                raise
             finally:
                 self._is_local = False
-                for child, mode in modes.items():
-                    child.training = mode
+            own = record()
+            with self.summoned(False, False), raised_on_all(self._axis):
+                whole = record()
         with raised_on_all(self._axis):
             try:
                 own.check(whole)
@@ -461,6 +454,20 @@ class CutModule:
                 ) from None
         self._is_unchecked = False
 
+    @contextlib.contextmanager
+    def _without_trace(self, module: Any, gathered: Any) -> Iterator[None]:
+        """A context for passes that are compared: in evaluation mode, with random numbers of their own."""
+        modes = {child: child.training for child in module.modules()}
+        device = next(iter(self._tensors.values())).device
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), gathered():
+            try:
+                for child in modes:
+                    child.training = False
+                yield
+            finally:
+                for child, mode in modes.items():
+                    child.training = mode
+
     def _agree_on_inputs(self, args: Any, kwargs: Any) -> None:
         self._check_alive()
         given = [f"{tuple(each.shape)} {text_of(as_fact(each))}" for each in tensors_in((args, kwargs))]
@@ -472,7 +479,7 @@ class CutModule:
             remedy="tensor ranks need the same samples: DistributedSampler(data, mesh.data.size, mesh.data.rank)",
         )
 
-    def _before(self, module: Any, args: Any, kwargs: Any) -> None:
+    def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
         """Before a pass of the module: compare its inputs over the ranks, and let them draw the same random numbers."""
         if self._summoned:
             return
@@ -486,7 +493,7 @@ class CutModule:
             else:
                 torch.set_rng_state(state)
 
-    def _after(self, module: Any, args: Any, output: Any) -> None:
+    def _after(self, module: Any, args: Any, output: Any) -> Any:
         self._entered = None, 0, None
 
     def _check_input(self, cut: LayerCut, layer: Any, args: Any) -> None:

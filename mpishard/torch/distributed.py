@@ -31,6 +31,7 @@ from mpishard.torch.module import (
     state_of,
 )
 from mpishard.torch.module_optimizer import ModuleOptimizer
+from mpishard.torch.sequences import SequenceModule
 from mpishard.torch.staged_module import StagedModule
 from mpishard.torch.stages import layers_of
 from mpishard.torch.torch_rule import rule_of_optimizer
@@ -45,7 +46,7 @@ def as_distributed(
     buffers: str = "broadcast",
     shard_units: Any = "auto",
     materialize: Callable[[Any], Any] | None = None,
-    plan: Mapping[str, Any] | None = None,
+    plan: Mapping[str, Any] | str | None = None,
     check_plan: bool = True,
     stages: Sequence[str] | Mapping[str, Any] | None = None,
     schedule: str = "1f1b",
@@ -102,7 +103,7 @@ def as_distributed(
         ``materialize(layer)`` is called with each submodule that has its own parameters or buffers, when these
         have memory, and fills them in place, as ``lambda layer: layer.reset_parameters()``.  The values of rank 0 are
         taken.  After an error in it, the module is in no usable state.
-    plan : mapping of str to str, tuple or ParallelStyle, optional
+    plan : mapping of str to str, tuple or ParallelStyle, or "sequence", optional
         Which layers the tensor ranks of the mesh divide: the style of each by its name, in which ``*`` is any part, as
         ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``.  Styles are the names of transformers "colwise",
         "colwise_gather_output" or "colwise_rep", "rowwise", "rowwise_split_input" or "rowwise_rep", "packed_colwise" or
@@ -111,7 +112,9 @@ def as_distributed(
         does not name are whole on each tensor rank.  Default: the plan of the module itself, ``module.tp_plan``, as
         models of transformers have it.  Then all tensor ranks of a data rank call the module with the same samples,
         ``p.grad`` cannot be used, and the module is whole only within `summon_full_parameters` and after
-        `ModuleOptimizer.close`.  Shoeybi et al., "Megatron-LM" (2019), section 3.
+        `ModuleOptimizer.close`.  Shoeybi et al., "Megatron-LM" (2019), section 3.  With "sequence" tensor ranks divide
+        the tokens of each sequence in place of the layers, for a decoder of transformers: each has its tokens of what
+        the module returns, and the ``loss`` of all labels.  Jacobs et al., "DeepSpeed Ulysses" (2023), section 3.
     check_plan : bool
         Whether the first pass of a module that tensor ranks have cut is compared with that of the whole module, and
         raises ValueError on all tensor ranks where they differ.  This takes three passes without gradients, in
@@ -168,9 +171,12 @@ def as_distributed(
             _check_stages(module, optimizer, zero)
             layers = layers_of(module, stages, ranks * chunks)
             staged = StagedModule(module, mesh, layers, tensors.trained, tensors.frozen)
-        cuts = CutModule.of(
-            module, plan, mesh, tensors.trained, tensors.frozen, checks_pass=flag("check_plan", check_plan)
-        )
+        checks_pass = flag("check_plan", check_plan)
+        cuts: CutModule | None
+        if isinstance(plan, str) and plan == "sequence":
+            cuts = SequenceModule.of_model(module, mesh, tensors.trained, tensors.frozen, checks_pass=checks_pass)
+        else:
+            cuts = CutModule.of(module, plan, mesh, tensors.trained, tensors.frozen, checks_pass=checks_pass)
         if cuts is not None:
             _check_cuts(optimizer, materialize)
             same |= {"plan": cuts.described, "check_plan": check_plan}

@@ -118,7 +118,8 @@ def styles_of(module: Any, plan: Any) -> dict[str, Style]:
         plan = getattr(module, "tp_plan", None) or {}
     if not isinstance(plan, Mapping):
         raise TypeError(
-            f"plan must map patterns of layers to styles, as {{'layers.*.up': 'colwise'}}, got {kind_of(plan)}"
+            "plan must map patterns of layers to styles, as {'layers.*.up': 'colwise'}, or be 'sequence', got "
+            f"{kind_of(plan)}"
         )
     paths = [plain_name(path) for path, _ in module.named_modules() if path]
     names = [plain_name(name) for name, _ in module.named_parameters()]
