@@ -15,7 +15,6 @@ from mpishard import Mesh
 from mpishard.layout.boxes import split
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 from torch.nn.functional import cross_entropy  # noqa: E402
 from torch_architectures import ARCHITECTURES  # noqa: E402
 from torch_models import assert_same_parameters  # noqa: E402
@@ -36,7 +35,7 @@ def tensor_mesh(comm):
 
 
 def made(name="Mistral", **options):
-    architecture = ARCHITECTURES[name]
+    transformers, architecture = pytest.importorskip("transformers"), ARCHITECTURES[name]
     options = architecture.options | CHANGES.get(name, {}) | options
     return dataclasses.replace(architecture, options=options).made(transformers, name)
 
