@@ -132,7 +132,7 @@ def test_the_loss_of_labels_is_that_of_whole_sequences(tensor_mesh, recomputes):
     assert optimizer.clip_grad_norm_(1e9).item() == pytest.approx(np.linalg.norm(mean), rel=1e-6)
     optimizer.step()
     with mpishard.torch.summon_full_parameters(module), torch.no_grad():
-        assert module.generate(words[:1, :2], max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] == 5
+        assert module.generate(words[:1, :2], max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] == 5
     optimizer.close()
     assert module.config._attn_implementation == whole.config._attn_implementation
 
@@ -144,7 +144,7 @@ def test_the_loss_of_labels_is_that_of_whole_sequences(tensor_mesh, recomputes):
 def test_passes_that_cannot_be_divided_are_refused(tensor_mesh):
     ranks, words = tensor_mesh.tensor.size, words_of(0)
     module = made()
-    before = copy.deepcopy(module.state_dict())
+    before = copy.deepcopy(module)
     optimizer = distributed(module, tensor_mesh)
     with pytest.raises(ValueError, match=f"{ranks - 1} tokens for tensor={ranks}"):
         module(words[:, : ranks - 1])
