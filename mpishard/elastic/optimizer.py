@@ -32,7 +32,7 @@ from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.record import RunRecord
 from mpishard.training import OptimizationProblem, Scaling
-from mpishard.training.audit import REPLICAS
+from mpishard.training.audit import LEAST_SHARE, REPLICAS
 from mpishard.training.objective import Objective
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class ElasticOptimizer:
         that the ranks of `mesh.tensor` share: called on all workers, also those that have joined, after these
         communicators were made anew, before the next step.  It may communicate.
     audit : float or "replicas", optional
-        Finds a worker that computes wrongly.  A number above 0, at most 1: the share of the micro-batches that a second
+        Finds a worker that computes wrongly.  A number from 1e-9 to 1: the share of the micro-batches that a second
         worker computes too, drawn anew in each step.  Where the bits differ all workers compute that micro-batch.  Who
         is not with the majority is named, with host and step, and works no more; the others take the step again.  For
         DDP and ZeRO-1 with ``reproducible=True`` on a data axis alone.  "replicas": every 10 steps parameters, and
@@ -242,7 +242,7 @@ class ElasticOptimizer:
                 )
             named = audit is None or audit == REPLICAS
             self.audit: float | str | None = (
-                audit if named else number("audit", audit, above=0, most=1, otherwise=f"{REPLICAS!r}")
+                audit if named else number("audit", audit, least=LEAST_SHARE, most=1, otherwise=f"{REPLICAS!r}")
             )
             if self._choice is not None and audit is not None:
                 raise ValueError("audit= is for workers of one rank, layouts= for other meshes; leave one out")

@@ -63,7 +63,6 @@ class TrainingRun:
         self.optimizer = optimizer
         self._callback = options.callback
         self._transactional = transactional
-        self._audit = audit
         workers = scaling.first
         optimizer.state.check_run(
             samples=problem.samples,
@@ -79,8 +78,7 @@ class TrainingRun:
         if begins:
             warn_if_initial_parameters_differ(optimizer.mesh, self.runner.parameters)
         self.runner.attach()
-        if audit == REPLICAS:
-            check_replicas(optimizer)
+        self._replicas = check_replicas(optimizer) if audit == REPLICAS else None
         optimizer.state.numerics.note_micro_batches(problem.micro_batch_size)
         self.batches.begin_after(optimizer.state.batches)
         self._samples_before = self.batches.position
@@ -332,7 +330,7 @@ class TrainingRun:
             "best": "validation loss" if self.checkpoints.keeps_best else None,
             "parameters": sum(spec.size for spec in self.runner.parameters.specs),
             "dtype": str(self.runner.parameters.dtype),
-            "audit": self.runner.facts if isinstance(self.runner, AuditedRunner) else self._audit,
+            "audit": self.runner.facts if isinstance(self.runner, AuditedRunner) else self._replicas,
             "resumed_steps": self._resumed_steps,
             "steps_before": self._steps_before,
             **optimizer.state.numerics.record,
