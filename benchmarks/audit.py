@@ -1,148 +1,292 @@
 """What an audit finds, how soon, and what it costs.
 
-    mpiexec -n 3 python benchmarks/audit.py detect [--runs N] [--steps N] [--audits SHARE ...] [--kinds KIND ...]
-    mpiexec -n 3 python benchmarks/audit.py clean [--runs N]
+    mpiexec -n 3 python benchmarks/audit.py detect [--runs N] [--models MODEL ...] [--audits SHARE ...] [--output FILE]
+    mpiexec -n 3 python benchmarks/audit.py clean [the same]
+    python benchmarks/audit.py table FILE ...
     mpiexec -n 2 python benchmarks/audit.py cost [--runs N]
 
-detect: runs in which a rank is wrong, which is drawn for each with the step, of the first half: in one of its
-micro-batches, in all from there on, only where an element of the gradient is above a size, by a bit of its parameters,
-or in its part of a sum.  How many are seen; after how many steps, beside the formula for a rank that is always wrong;
-and how many have the bits of the right run.  clean: runs without a fault, and the alarms in them.  Each run of both has
-another order of the samples.  cost: steps of the GPT of heal.py with an audit, in ratio to those without, in turns.
+detect: runs of a small GPT, of a module of PyTorch and of an elastic `minimize` in which one rank is wrong; which one,
+from which step on, and which bit are drawn for each run.  A bit of the gradient of one micro-batch flips, or of all
+from there on, or of those with an element above a size, or one of a parameter in memory, or one in each of its sums
+over ranks.  Nothing of mpishard knows of it: functions are wrapped from outside.  clean: runs without a fault.  Both
+write a line of JSON for each run, and table adds up those of several calls: in how many runs the rank was seen, after
+how many steps, beside the formula for a rank that is always wrong, and how many ended with the bits of a run without
+fault and audit.  cost: steps of the GPT of heal.py with an audit, in ratio to those without, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import itertools
+import json
 import logging
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import heal
 import numpy as np
+from mpi4py import MPI
 
 import mpishard
 from mpishard.backend.random import key
+from mpishard.parameters.reducer import GradientReducer
 from mpishard.reduction import ordered
 from mpishard.training.audit import REPLICAS, AuditedRunner, expected_steps
+from mpishard.training.step_runner import StepRunner
 
-ROWS = np.random.default_rng(0).standard_normal((256, 40))
-TARGETS = ROWS @ np.arange(40.0)
-PARTS = 16
+PARTS = 8  # micro-batches a step
 KINDS = ("once", "always", "above a size", "parameters", "sum")
-AUDITS = (0.01, 0.05, 0.2, 1.0, REPLICAS)
+STEPS = {0.05: 24, 0.2: 16, 1.0: 8, REPLICAS: 16}  # of a run, by its audit: a rank that is always wrong is seen
 COSTS = (None, 0.01, 0.05, REPLICAS)
-BIT = np.uint64(1 << 20)
+ROWS = np.random.default_rng(0).standard_normal((64, 24)) * np.logspace(0, -2, 24)
+TOKENS = np.random.default_rng(1).integers(0, 11, (64, 9))
 
 
-class Alarms(logging.Handler):
-    """Counts what audits have found."""
+# Faults from outside.
 
-    found = 0
+
+@dataclass(frozen=True)
+class Fault:
+    """What a rank does wrongly from step `first` on: `bit` of the largest element of an array flips.
+
+    "once": in its micro-batch number `place` from there on.  `size`: of an element, for "above a size".
+    """
+
+    kind: str
+    rank: int
+    first: int
+    place: int
+    bit: int
+    size: float
+
+
+class Injection(contextlib.ExitStack):
+    """Wraps functions that a run calls, within its ``with`` block; without a fault it only looks.
+
+    `step`: the one under way.  `since`: the first one in which this rank was wrong, 0 before.  `sizes`: of the largest
+    element of the gradient of each micro-batch.
+    """
+
+    def __init__(self, mesh: Any, fault: Fault | None = None) -> None:
+        super().__init__()
+        self.step = self.since = 0
+        self.sizes: list[float] = []
+        self._fault = fault if fault is not None and fault.rank == mesh.rank else None
+        self._own = 0  # its micro-batches since the fault has begun
+        self._checks = False  # the micro-batch is one of another rank
+        self._wrap(StepRunner, "losses_and_gradient", self._begin)
+        self._wrap(AuditedRunner, "_compute_alone", self._check)
+        self._wrap(GradientReducer, "mark_ready", self._ready)
+        self._wrap(ordered, "add_by_tree", self._sum)
+
+    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        inner = getattr(owner, name)
+        self.enter_context(mock.patch.object(owner, name, lambda *arguments: around(inner, *arguments)))
+
+    def see(self, gradient: np.ndarray) -> None:
+        """Take the gradient of a micro-batch, and make it wrong if that is due."""
+        largest = float(np.abs(gradient).max())
+        self.sizes.append(largest)
+        fault = self._fault
+        if fault is None or self.step < fault.first:
+            return
+        self._own += not self._checks
+        now = {
+            "always": True,
+            "once": not self._checks and self._own == fault.place + 1,
+            "above a size": largest > fault.size,
+        }
+        if now.get(fault.kind):
+            self._flip(gradient)
+
+    def _begin(self, inner: Any, runner: StepRunner, batch: np.ndarray) -> Any:
+        self.step = runner.optimizer.clock + 1
+        if self._is("parameters") and not self.since:
+            self._flip(runner.parameters.held)
+        return inner(runner, batch)
+
+    def _check(self, inner: Any, runner: AuditedRunner, part: int) -> Any:
+        self._checks = True
+        try:
+            return inner(runner, part)
+        finally:
+            self._checks = False
+
+    def _ready(self, inner: Any, reducer: GradientReducer, name: str) -> None:
+        if name == reducer._pieces[-1].name:
+            self.see(reducer.memory.view(name))
+        inner(reducer, name)
+
+    def _sum(self, inner: Any, *arguments: Any) -> None:
+        inner(*arguments)
+        if self._is("sum") and arguments[-1].size:
+            self._flip(arguments[-1])
+
+    def _is(self, kind: str) -> bool:
+        fault = self._fault
+        return fault is not None and fault.kind == kind and self.step >= fault.first
+
+    def _flip(self, array: np.ndarray) -> None:
+        assert self._fault is not None
+        flat = array.reshape(-1)
+        place = int(np.abs(flat).argmax())
+        hit = flat[place : place + 1].view(f"u{flat.itemsize}")
+        hit ^= hit.dtype.type(1 << self._fault.bit)
+        self.since = self.since or self.step
+
+
+class Alarm(logging.Handler):
+    """Notes the step in which an audit has found something, and whether it has named that rank."""
+
+    def __init__(self, injection: Injection, rank: int) -> None:
+        super().__init__()
+        self.injection, self.name_of_rank = injection, f"rank {rank} on "
+        self.seen, self.named = 0, False
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.found += "the audit found" in record.getMessage()
+        text = record.getMessage()
+        if "the audit found" in text and not self.seen:
+            self.seen, self.named = self.injection.step, self.name_of_rank in text
+
+
+# What is run.
+
+
+def train_gpt(mesh: Any, audit: Any, order: int, steps: int, injection: Injection) -> bytes:
+    model = mpishard.nn.GPT(vocabulary_size=11, context_length=8, width=16, layers=1, heads=2, dtype=np.float64, seed=3)
+    problem = mpishard.OptimizationProblem.for_model(
+        model,
+        lambda samples: (TOKENS[samples, :-1], TOKENS[samples, 1:]),
+        samples=64,
+        batch_size=2 * PARTS,
+        micro_batch_size=2,
+        tokens_per_sample=8,
+        steps=steps,
+        seed=order,
+    )
+    result = mpishard.ElasticOptimizer(mpishard.AdamW(lr=1e-2), mesh, audit=audit).optimize(problem, progress=False)
+    return result.parameters.flat.tobytes()
+
+
+def train_torch(mesh: Any, audit: Any, order: int, steps: int, injection: Injection) -> bytes:
+    import torch
+
+    torch.manual_seed(1)
+    module = torch.nn.Sequential(torch.nn.Linear(24, 16), torch.nn.Tanh(), torch.nn.Linear(16, 24))
+    rows = torch.tensor(ROWS, dtype=torch.float32)
+
+    def losses(module: Any, samples: np.ndarray) -> Any:
+        return (module(rows[samples]) - rows[samples].roll(1, 1)).square().mean(1)
+
+    options: Any = {"micro_batch_size": 2, "steps": steps, "seed": order}
+    problem = mpishard.torch.problem(module, losses, 64, 2 * PARTS, **options)
+    mpishard.ElasticOptimizer(mpishard.AdamW(lr=1e-2), mesh, audit=audit).optimize(problem, progress=False)
+    return b"".join(p.detach().numpy().tobytes() for p in module.parameters())
+
+
+def run_minimize(mesh: Any, audit: Any, order: int, steps: int, injection: Injection) -> bytes:
+    targets = ROWS[:PARTS] @ np.random.default_rng(order).standard_normal(24)
+
+    def shots(x: np.ndarray, samples: np.ndarray) -> tuple[float, np.ndarray]:
+        residual = ROWS[samples] @ x - targets[samples]
+        bend = np.tanh(residual)
+        gradient = ROWS[samples].T @ (residual + 1 - bend * bend)
+        injection.see(gradient)
+        return 0.5 * residual @ residual + bend.sum(), gradient
+
+    options = {"maxfun": steps, "gtol": 0, "ftol": 0}
+    elastic = {} if audit is None else {"audit": audit}
+    result = mpishard.minimize(shots, np.full(24, 0.1), mesh=mesh, samples=PARTS, elastic=elastic, options=options)
+    return result.x.tobytes()
+
+
+MODELS = {"gpt": train_gpt, "torch": train_torch, "minimize": run_minimize}
 
 
 def run(
-    mesh: Any, audit: Any, seed: int, steps: int, kind: str | None = None, wrong: int = 0, first: int = 0
-) -> tuple[int, bytes]:
-    """The step in which rank `wrong`, from step `first` on, is seen, 0 for never; and the bits of the result.
-
-    `seed`: of the order of the samples.
-    """
-    ranks = mesh.size
-    mine, alarms, seen, struck = mesh.rank == wrong and kind is not None, Alarms(), 0, False
-    checks, own, place = False, 0, key(seed, "place") % (PARTS // ranks)  # of a fault in one of its own micro-batches
-    optimizer = mpishard.ElasticOptimizer(mpishard.AdamW(lr=0.05), mesh, audit=audit)
-    sums, alone = ordered.add_by_tree, AuditedRunner._compute_alone
-
-    def flipped(array: np.ndarray) -> None:
-        array.view(np.uint64)[...] ^= BIT
-
-    def strikes() -> bool:
-        return mine and optimizer.optimizer.clock + 1 >= first
-
-    def noted(runner: AuditedRunner, part: int) -> int:
-        nonlocal checks
-        checks = True
-        try:
-            return alone(runner, part)
-        finally:
-            checks = False
-
-    def function(parameters: np.ndarray, samples: np.ndarray, gradients: np.ndarray) -> float:
-        nonlocal struck, own
-        if strikes() and kind == "parameters" and not struck:
-            flipped(parameters[3:4])
-            struck = True
-        residual = ROWS[samples] @ parameters - TARGETS[samples]
-        gradients += ROWS[samples].T @ residual
-        own += strikes() and not checks
-        once = kind == "once" and not checks and own == place + 1 and not struck
-        if strikes() and (kind == "always" or once or (kind == "above a size" and gradients[3] > 500)):
-            flipped(gradients[3:4])
-            struck = True
-        return 0.5 * float(residual @ residual)
-
-    def summed(*arguments: Any) -> None:
-        sums(*arguments)
-        if strikes() and arguments[-1].size:
-            flipped(arguments[-1][:1])
-
-    def note(state: Any) -> None:
-        nonlocal seen
-        if alarms.found or optimizer.current_workers < ranks:
-            seen = seen or state.step
-
-    problem = mpishard.OptimizationProblem(function, np.zeros(40), samples=256, batch_size=64, steps=steps, seed=seed)
-    world = mesh.world.comm.Dup()
+    mesh: Any, model: str, audit: Any, order: int, steps: int, fault: Fault | None = None
+) -> tuple[bytes, dict[str, Any], float]:
+    """The bits of the result, what was seen in which step, and a size that a tenth of the gradients exceed."""
     log = logging.getLogger("mpishard")
-    log.addHandler(alarms)
-    ordered.add_by_tree = summed if kind == "sum" else sums
-    AuditedRunner._compute_alone = noted  # type: ignore[method-assign]
-    try:
-        result = optimizer.optimize(problem, callback=note, progress=False)
-    finally:
-        ordered.add_by_tree = sums
-        AuditedRunner._compute_alone = alone  # type: ignore[method-assign]
-        log.removeHandler(alarms)
-    seen = max(world.allgather(seen))
-    world.Free()
-    return seen, result.parameters.tobytes()
+    with Injection(mesh, fault) as injection:
+        alarm = Alarm(injection, -1 if fault is None else fault.rank)
+        log.addHandler(alarm)
+        try:
+            bits = MODELS[model](mesh, audit, order, steps, injection)
+        finally:
+            log.removeHandler(alarm)
+    own = injection.since, alarm.seen, alarm.named, injection.sizes
+    since, seen, named, sizes = zip(*MPI.COMM_WORLD.allgather(own), strict=True)
+    facts = {"since": max(since), "seen": max(seen), "named": any(named)}
+    return bits, facts, float(np.quantile(np.concatenate(sizes), 0.9))
 
 
-def detect(mesh: Any, given: argparse.Namespace) -> None:
-    ranks, runs = mesh.size, given.runs
-    right = [run(mesh, None, seed, given.steps)[1] for seed in range(runs)]
-    say(mesh, f"{runs} runs on {ranks} ranks: seen, mean and largest number of steps until then, the right bits")
-    for audit in given.audits:
-        mean, most = (0.0, 0) if audit == REPLICAS else expected_steps(audit, PARTS, ranks)
-        say(mesh, f"audit={audit}: by the formula {mean:.1f} steps, at most {most}")
-        for kind in given.kinds:
-            waits, same = [], 0
-            for number in range(runs):
-                first = 1 + key(number, "step", kind) % (given.steps // 2)
-                seen, bits = run(mesh, audit, number, given.steps, kind, key(number, "rank", kind) % ranks, first)
-                waits += [seen - first + 1] if seen else []
-                same += bits == right[number]
-            steps = f"{statistics.fmean(waits):5.1f} {max(waits):4d}" if waits else "    -    -"
-            say(mesh, f"  {kind:12} {len(waits):4d} {steps} {same:4d}")
+def drawn(what: str, below: int, *of: Any) -> int:
+    return key(0, what, *of) % below
 
 
-def clean(mesh: Any, given: argparse.Namespace) -> None:
-    runs = given.runs
-    right = [run(mesh, None, seed, given.steps)[1] for seed in range(runs)]
-    for audit in given.audits:
-        found = [run(mesh, audit, seed, given.steps) for seed in range(runs)]
-        alarms = sum(seen > 0 for seen, _ in found)
-        same = sum(bits == expected for (_, bits), expected in zip(found, right, strict=True))
-        say(
-            mesh,
-            f"audit={audit}: {runs} runs on {mesh.size} ranks, {alarms} alarms, {same} with the right bits",
-        )
+def observe(mesh: Any, given: argparse.Namespace) -> None:
+    """Take the runs of `detect` or `clean`, and write their lines."""
+    kinds = given.kinds if given.part == "detect" else ["none"]
+
+    @functools.cache
+    def right(model: str, order: int, steps: int) -> tuple[bytes, dict[str, Any], float]:
+        return run(mesh, model, None, order, steps)
+
+    for number, model, audit, kind in itertools.product(range(given.runs), given.models, given.audits, kinds):
+        of, steps = (model, kind, number, mesh.size), given.steps or STEPS.get(audit, 24)
+        order, fault = drawn("order", given.orders, *of), None
+        expected, _, size = right(model, order, steps)
+        if given.part == "detect":
+            fault = Fault(
+                kind,
+                rank=drawn("rank", mesh.size, *of),
+                first=1 + drawn("step", max(1, steps // 4), *of),
+                place=drawn("place", max(1, PARTS // mesh.size), *of),
+                bit=drawn("bit", 23 if model == "torch" else 52, *of),
+                size=size,
+            )
+        bits, facts, _ = run(mesh, model, audit, order, steps, fault)
+        same = all(MPI.COMM_WORLD.allgather(bits == expected))
+        line = {"model": model, "audit": audit, "kind": kind, "ranks": mesh.size, **facts, "same": same}
+        if mesh.rank == 0:
+            with given.output.open("a") as file:
+                print(json.dumps(line), file=file)
+
+
+def table(files: list[Path]) -> None:
+    """Print the lines of runs, added up by audit and kind, as a table of Markdown."""
+    rows = defaultdict(list)
+    for file in files:
+        for line in map(json.loads, file.read_text().splitlines()):
+            rows[line["audit"], line["kind"]].append(line)
+    print("| audit | a rank is wrong | runs | seen | steps until then: mean, most | by the formula | right bits |")
+    print("|---|---|---|---|---|---|---|")
+    for (audit, kind), lines in sorted(rows.items(), key=str):
+        wrong = [line for line in lines if line["since"] or kind == "none"]
+        seen = [line for line in wrong if line["seen"]]
+        waits = [line["seen"] - line["since"] + 1 for line in seen]
+        formula = [] if audit == REPLICAS else [expected_steps(audit, PARTS, line["ranks"]) for line in seen]
+        said = f"{statistics.fmean(mean for mean, _ in formula):.1f}, {max(m for _, m in formula)}" if formula else ""
+        steps = f"{statistics.fmean(waits):.1f}, {max(waits)}" if waits else ""
+        misnamed = sum(not line["named"] for line in seen)
+        found = f"{len(seen)}" + (f", {misnamed} by another name" if misnamed else "")
+        same = sum(line["same"] for line in wrong)
+        print(f"| {audit} | {kind} | {len(wrong)} | {found} | {steps} | {said} | {same} |")
+    print()
+    for audit in sorted({audit for audit, _ in rows}, key=str):
+        lines = [line for (each, kind), of in rows.items() if each == audit and kind != "none" for line in of]
+        by_model = {m: [line for line in lines if line["model"] == m and line["since"]] for m in MODELS}
+        shown = ", ".join(f"{m} {sum(bool(line['seen']) for line in of)} of {len(of)}" for m, of in by_model.items())
+        print(f"audit={audit}: seen: {shown}")
 
 
 def cost(mesh: Any, given: argparse.Namespace) -> None:
@@ -172,15 +316,22 @@ def say(mesh: Any, text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("detect", "clean", "cost"))
-    parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--audits", nargs="+", type=share, default=AUDITS, metavar="SHARE")
+    parser.add_argument("part", choices=("detect", "clean", "table", "cost"))
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
+    parser.add_argument("--runs", type=int, default=10, help="for each model, audit and kind of fault")
+    parser.add_argument("--steps", type=int, help="of each run; more for smaller shares unless it is given")
+    parser.add_argument("--orders", type=int, default=4, help="in which the samples come")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--audits", nargs="+", type=share, default=list(STEPS), metavar="SHARE")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--output", type=Path, default=Path("/dev/stdout"), help="lines are added to this file")
     given = parser.parse_args()
+    if given.part == "table":
+        table(given.files)
+        return
     logging.getLogger("mpishard").addHandler(logging.NullHandler())
     with mpishard.Mesh() as mesh:
-        {"detect": detect, "clean": clean, "cost": cost}[given.part](mesh, given)
+        {"detect": observe, "clean": observe, "cost": cost}[given.part](mesh, given)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.launch.detection import Launch
-from mpishard.watch.sampler import PROCESSES, Sampler
+from mpishard.watch.sampler import PROCESSES, Watcher
 
 SECONDS = 2.0
 
@@ -44,13 +44,13 @@ def main() -> None:
         for pair in range(2 * pairs):
             watched = pair % 2 == (pair // 2) % 2  # without, with, with, without
             if watched:
-                sampler = Sampler(folder, Launch("", "", comm.rank, comm.size), None, None)
+                sampler = Watcher(folder, Launch("", "", comm.rank, comm.size), None, None)
                 sampler.watch()
                 clock = time.pthread_getcpuclockid(sampler.ident or 0)
             seconds = steps(comm, count)
             if watched:
                 shares.append(time.clock_gettime(clock) / seconds)
-                sampler.end(0)
+                sampler.end_with(0)
             ratios.append(seconds)
     with_it = [ratios[pair] for pair in range(2 * pairs) if pair % 2 == (pair // 2) % 2]
     without = [ratios[pair] for pair in range(2 * pairs) if pair % 2 != (pair // 2) % 2]

@@ -29,6 +29,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NEEDS = {
     "how-to/from-tao-rol-scipy.md": "scipy",
     "how-to/jax.md": "optax",  # which needs JAX
+    "how-to/long-sequences.md": "transformers",  # which needs PyTorch
     "how-to/pyadjoint.md": "pyadjoint",
     "how-to/pytorch.md": "torch",
     "how-to/slurm.md": "torch",

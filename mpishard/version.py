@@ -9,13 +9,15 @@ from collections.abc import Mapping, Sequence
 
 VERSION = "0.1.0"
 
+# The distributions of CuPy, all with the same files: of the wheels for a version of CUDA, and one that pip has built.
+CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 _PACKAGES = {
     "NumPy": ("numpy",),
     "mpi4py": ("mpi4py",),
     "h5py": ("h5py",),
     "numba": ("numba",),
     "ml_dtypes": ("ml_dtypes",),
-    "CuPy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+    "CuPy": CUPY_PACKAGES,
 }
 
 

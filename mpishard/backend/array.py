@@ -121,10 +121,14 @@ class Kernel:
                 gaps = "" if array.flags.c_contiguous else " with gaps in memory"
                 raise ValueError(f"{self.name}: arrays must be flat, contiguous, of one size, but {shapes}{gaps}")
 
-    def expect(self, dtype: np.dtype, masks: Container[str] = ()) -> None:
-        """Announce a call with NumPy arrays of this dtype, those called `masks` of bool (see `HostFunction.expect`)."""
-        arrays = [np.empty(0, np.uint8 if name in masks else dtype) for name in self.arrays]
-        self._host.expect(arrays, [0.0 for _ in self.scalars])
+    def expect(self, like: Array, masks: Container[str] = ()) -> None:
+        """Announce a call with arrays like this one, those called `masks` of bool (see `HostFunction.expect`).
+
+        For a device nothing is compiled ahead.
+        """
+        if not is_device(like):
+            arrays = [np.empty(0, np.uint8 if name in masks else like.dtype) for name in self.arrays]
+            self._host.expect(arrays, [0.0 for _ in self.scalars])
 
     def on_host(self, arrays: Sequence[np.ndarray], scalars: Sequence[float]) -> list[float]:
         """Run the Numba loop on NumPy arrays that were checked; returns the largest absolute values."""

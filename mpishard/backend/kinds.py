@@ -29,6 +29,9 @@ class Backend:
 
     module: Any = np
     device = False
+    # Freed memory stays with an allocator, which gives it to whoever asks next on the same stream.  Memory of the host
+    # comes from the kernel page by page, so that blocks which are used again and again are worth keeping.
+    pools_memory = False
     compiles_cuda = False
     has_cublas = False
 
@@ -139,6 +142,7 @@ class CuPyBackend(Backend):
     """CuPy's arrays."""
 
     device = True
+    pools_memory = True
     compiles_cuda = True
 
     def __init__(self) -> None:

@@ -11,13 +11,16 @@ arithmetic has a loop of its own: the less there is between two accesses, the mo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpishard.backend.array import is_device
 from mpishard.backend.compiled import HostFunction
 from mpishard.backend.exact import CARRY
 
+Array = Any
 _HIGH = 28  # binary places of the first word; the second has CARRY more
 _CARRY_MASK = 2**CARRY - 1
 _PLACES = 61  # the sum of a rank moves to the next integer from here on, and its products have one place more
@@ -77,6 +80,17 @@ class SparseRows(NamedTuple):
         scales = 2.0**CARRY / units
         _words((self.columns, self.starts, self.data, factors, scales, block, words))
         return words
+
+
+def product_with(matrix: Any, like: Array) -> Callable[[Array], Array]:
+    """The function of the product of a matrix, an array or a sparse one, with vectors on the device of `like`.
+
+    On the host it has the same bits on any number of threads.
+    """
+    if is_device(like):
+        return lambda vector: matrix @ vector
+    rows = SparseRows.of(matrix)
+    return lambda vector: rows.times(np.ascontiguousarray(vector, np.float64))
 
 
 def units(tops: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 
@@ -69,25 +69,8 @@ _LONGEST_COMMENT = 2**16 - 1
 _MOST_DEFLATED = 1032  # largest number of bytes that deflate makes of one
 # An archive that unpacks to more bytes than the first must not unpack to more than its size times the second.
 _LEAST_REFUSED, _MOST_UNPACKED = 2**26, 100
-
-
-class Source(Protocol):
-    """The tensors of a model by name, with one array for each kind."""
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """The metadata, as `RunState.facts`."""
-
-    @property
-    def tensors(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes by name, in the model's order."""
-
-    @property
-    def kinds(self) -> Mapping[str, np.dtype]:
-        """Dtypes by kind, as `Shard.kind`."""
-
-    def read(self, kind: str, name: str, box: Box) -> np.ndarray:
-        """The values in a box inside a tensor, contiguous and of the dtype of the kind."""
+# What has the tensors of a model by name, with one array for each kind.
+Source: TypeAlias = "CheckpointReader | Archive"
 
 
 def total_bytes(source: Source, kinds: Iterable[str]) -> int:

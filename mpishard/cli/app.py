@@ -20,7 +20,7 @@ from mpishard.version import VERSION
 # the list opens no files that it does not need, and starts no MPI.
 _COMMANDS = {
     "example": ("example", "Write an example to the current folder, or list all of them."),
-    "info": ("info", "Show what this MPI and this machine can do, and what is wrong."),
+    "info": ("info", "Show what this MPI and machine can do, or what is noted of a run."),
     "selftest": ("selftest", "Test this installation on these ranks, in some seconds."),
     "compile": ("compile", "Compile the kernels once for all who use this installation."),
     "schedule": ("schedule", "Draw a pipeline schedule, with its bubble and its memory."),
@@ -40,8 +40,9 @@ _COMMANDS = {
     "import": ("checkpoint", "Make a checkpoint of safetensors or of a NumPy archive."),
     "diff": ("checkpoint", "Show how far two checkpoints are apart, tensor by tensor."),
 }
-# Commands that communicate with other ranks, or ask MPI what it can do.  The others at most load MPI, for code that
-# they share with training: Open MPI started without its mpirun leaves a folder and a segment of shared memory behind.
+# Commands that communicate with other ranks, or ask MPI what it can do; `info` of a folder does neither.  The others at
+# most load MPI, for code that they share with training: Open MPI started without its mpirun leaves a folder and a
+# segment of shared memory behind.
 _WITH_MPI = ("info", "selftest", "bench")
 # The shells that typer knows, and what it does for them.
 _SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
@@ -154,8 +155,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["TERM"] = "dumb"
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:  # this process runs only the command
-        name = next((word for word in given if not word.startswith("-")), "")
-        mpi4py.rc.initialize = name in _WITH_MPI and "--help" not in given
+        name, *others = [word for word in given if not word.startswith("-")] or [""]
+        of_run = name == "info" and others
+        mpi4py.rc.initialize = name in _WITH_MPI and not of_run and "--help" not in given
     try:
         if len(given) > 1 and given[0] in _COMPLETION:
             _complete(given[0], given[1])

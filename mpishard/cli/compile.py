@@ -14,6 +14,7 @@ from mpishard.backend.array import Kernel
 from mpishard.backend.compiled import compile_expected
 from mpishard.backend.dual_sweeps import DualField, dual_sweeps
 from mpishard.backend.grid_sweeps import chebyshev_sweep
+from mpishard.backend.row_sums import add_by_tree
 from mpishard.cli.output import size
 from mpishard.compression import (
     BFloat16Compressor,
@@ -27,8 +28,8 @@ from mpishard.compression import (
 from mpishard.minimizers import bounds, orthants
 from mpishard.minimizers import formulas as steps
 from mpishard.nn import kernels as layers
+from mpishard.nn.kernel_groups import arguments_of
 from mpishard.optim import formulas as rules
-from mpishard.reduction.tree_sum import add_by_tree
 
 # The modules with formulas.  None that is imported here needs an MPI library: a container may have that of its host.
 _FORMULAS = (array, rules, steps, bounds, orthants, compressor)
@@ -87,7 +88,7 @@ def _compile_formulas(dtype: np.dtype) -> None:
     for module in _FORMULAS:
         for kernel in vars(module).values():
             if isinstance(kernel, Kernel):
-                kernel.expect(dtype, _MASKS)
+                kernel.expect(np.empty(0, dtype), _MASKS)
     compile_expected()
 
 
@@ -105,7 +106,7 @@ def _compile_layers(dtype: np.dtype) -> None:
     for function in [*vars(layers).values()]:
         annotations: dict[str, Any] = getattr(function, "__annotations__", {})
         if "Array" in annotations.values() and hasattr(function, "__wrapped__"):
-            arrays, scalars = layers.arguments_of(annotations, dtype)
+            arrays, scalars = arguments_of(annotations, dtype)
             function(*arrays, *scalars)
             if function.__name__ in _ROUNDING and dtype == np.float32:
                 result = list(annotations).index("y_nc")

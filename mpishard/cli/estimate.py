@@ -28,8 +28,10 @@ from mpishard.estimate import (
 from mpishard.estimate.layouts import STAGES
 from mpishard.estimate.profile import BY_HAND
 from mpishard.io import files
-from mpishard.nn.architecture import KINDS, Architecture, DecoderArchitecture
-from mpishard.nn.pretrained import read_json, table_of_config
+from mpishard.io.weight_files import read_json
+from mpishard.nn.architecture import Architecture, DecoderArchitecture
+from mpishard.nn.model_facts import KINDS
+from mpishard.nn.pretrained import table_of_config
 from mpishard.nn.rotary import RopeScaling, Rotary
 from mpishard.pipeline.schedule import SCHEDULES
 

@@ -1,28 +1,35 @@
-"""``mpishard info``: capabilities and problems of this MPI and this machine."""
+"""``mpishard info``: capabilities and problems of this MPI and this machine; or what is noted of a run."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import textwrap
 import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from mpi4py import MPI
 
+from mpishard.arguments import printable
 from mpishard.backend.gemm.choice import VARIABLE
 from mpishard.backend.gemm.libraries import NUMPY
-from mpishard.cli.output import size
+from mpishard.cli.output import seconds, size
 from mpishard.comm.abort import abort
 from mpishard.environment import Facts, Finding, collect, findings, launch_of, launches
 from mpishard.environment.findings import cores_of, count, limit_of, nodes
+from mpishard.record.audits import described, promise
+from mpishard.record.follower import Follower
+from mpishard.record.reading import check_record
 
 _SHOWN_NODES = 6
+_SHOWN_FINDINGS = 8
 # What mpishard uses libraries for GPUs for; those that are not here serve one of these.
 _USED_FOR = {
     "cuBLAS": "products",
@@ -181,6 +188,40 @@ def _node(node: Sequence[Facts]) -> str:
     return f"{node[0].process.host}: {ranks} on {count(cores_of(node), 'core')}{limit_of(node)}"
 
 
+def _show_run(folder: Path, as_json: bool) -> None:
+    """Print with what the last start of a run was made, what its audit promises, and what audits have found."""
+    check_record(folder)
+    run = Follower(folder)
+    run.update()
+    start = run.start
+    if as_json:
+        facts = {"start": start, "ending": run.ending, "last_step": run.last_step}
+        typer.echo(json.dumps(facts | {"audit": run.audit, "audit_findings": run.findings}))
+        return
+    last = f"step {run.last_step}" + (f" of {run.steps}" if run.steps else "")
+    command = start.get("command", [])
+    words = shlex.join(map(str, command)) if isinstance(command, list) else ""
+    began = f"{start.get('started', 'at a time that is not noted')} on {start.get('host', 'unknown')}: {words}"
+    found = [("run", f"{last}{f'; {run.ending}' if run.ending else ''}"), ("started", began)]
+    for name in ("ranks", "mesh", "versions"):
+        value = start.get(name)
+        if value:
+            text = ", ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, dict) else str(value)
+            found.append((name, text))
+    audit = run.audit
+    if audit is None:
+        found.append(("audit", "none"))
+    else:
+        most, step = audit["most_steps"], run.step_seconds
+        time = f", in {seconds(most * step)} with {seconds(step)} a step" if most and step else ""
+        found.append(("audit", f"{promise(audit)}{time}"))
+    named = [described(line) for line in run.findings[-_SHOWN_FINDINGS:]]
+    if left := len(run.findings) - len(named):
+        named.insert(0, f"{left} earlier")
+    found += zip(["found", *[""] * len(named)], named or ["nothing"] * (audit is not None), strict=False)
+    _print_columns([(name, printable(text)) for name, text in found])
+
+
 def _print_columns(lines: Sequence[tuple[str, str]]) -> None:
     """Print names and values, wrapped to the terminal; no value is cut, so that it can be copied."""
     indent = max((len(name) for name, _ in lines), default=0) + 2
@@ -196,16 +237,25 @@ _PATIENCE_S = 30.0
 
 
 def info(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="FOLDER", help="The record of a run, to show that.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all facts and findings as JSON.")] = False,
 ) -> None:
-    """Show what this MPI and this machine can do, and what is wrong.
+    """Show what this MPI and machine can do, or what is noted of a run.
 
     \b
     mpirun -n 4 mpishard info
+    mpishard info FOLDER
 
     Under mpirun one screen stands for all ranks.  What is wrong comes with the way out and makes the exit code 1;
     warnings and notes do not.
+
+    Of a run: its last start, what its audit spends and when it sees what, and what audits have found.
     """
+    if run is not None:
+        _show_run(run, as_json)
+        return
     world = MPI.COMM_WORLD
     launch = launch_of(launches(os.environ), world.size)
     # If MPI is broken each rank may be alone in its world; then only the launcher knows which rank is the first.

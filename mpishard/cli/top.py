@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from mpishard.cli.output import RecordFolder, cell, console, new_table, seconds,
 from mpishard.data.evaluation import EarlyStopping
 from mpishard.environment.findings import count
 from mpishard.launch.processes import state_here
+from mpishard.record.audits import described
 from mpishard.record.follower import Follower
 from mpishard.record.reading import VALIDATION, Process, check_record
 
@@ -34,7 +34,9 @@ _SILENT_S, _LATE_S, _SILENT_STEPS = 10.0, 2.0, 5
 def screen(run: Follower, rows: int) -> Group:
     """The current state of the run, with at most `rows` rows of ranks: those that compute longest come first."""
     processes = run.processes
-    parts: list[Any] = [_headline(run), *_logged(run), *_remarks(run, processes)]
+    found = [line for line in run.findings if line.get("start") == run.number][-_MOST_REMARKS:]
+    audits = [cell(f"audit: {described(line)}", style="red") for line in found]
+    parts: list[Any] = [_headline(run), *_logged(run), *audits, *_remarks(run, processes)]
     if processes:
         shown = sorted(processes, key=lambda process: -_busy(process))[:rows]
         parts.append(_table(run, sorted(shown, key=lambda process: process.lines[-1]["rank"])))
@@ -66,6 +68,7 @@ def snapshot(run: Follower) -> dict[str, Any]:
         "stragglers": [
             {"rank": slow.rank, "host": slow.host, "busy": slow.busy, "median": slow.median} for slow in run.stragglers
         ],
+        "audit_findings": run.findings,
     }
 
 
@@ -75,7 +78,7 @@ def _headline(run: Follower) -> Text:
     own = run.own_metrics
     last = run.metrics[-1] if run.metrics else {}
     problem = run.start.get("problem", {})
-    step_s, left = _step_s(run), (run.steps or 0) - run.last_step
+    step_s, left = run.step_seconds, (run.steps or 0) - run.last_step
     figures = [f"step {run.last_step}" + (f" of {run.steps}" if left >= 0 else "")]
     if last.get("iteration") is not None:
         figures.append(f"iteration {last['iteration']}")
@@ -96,12 +99,6 @@ def _headline(run: Follower) -> Text:
         elif left > 0 and step_s:
             figures.append(f"{_clock(max(1.0, left * step_s))} to go")
     return cell(f"{run.folder}: " + ", ".join(figures))
-
-
-def _step_s(run: Follower) -> float:
-    """Median seconds per step since the last start; 0 before any is known."""
-    recent = [line["seconds"] for line in run.own_metrics[-_RECENT:] if line.get("seconds")]
-    return statistics.median(recent) if recent else 0.0
 
 
 def _logged(run: Follower) -> list[Text]:

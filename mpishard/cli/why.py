@@ -11,18 +11,16 @@ from typing import Annotated
 import typer
 
 from mpishard.arguments import printable
+from mpishard.record import stacks
 from mpishard.record.follower import Follower
 from mpishard.record.reading import check_record
-from mpishard.record.stacks import ask, diagnose
-from mpishard.watch.diagnosis import Finding, report
-from mpishard.watch.diagnosis import diagnose as diagnose_program
-from mpishard.watch.folder import FOLDER, START, Asked
-from mpishard.watch.folder import ask as ask_program
+from mpishard.watch.diagnosis import diagnose, report
+from mpishard.watch.folder import FOLDER, START, Asked, ask, jobs, read_folder
 from mpishard.watch.outside import look
-from mpishard.watch.sampler import RUNS
+from mpishard.watch.sampler import RUNS, WAITS
 
 _BETWEEN_S = 2.0  # between two looks at a process that nobody watches
-_MOST = 16  # ranks of one kind that are listed one by one
+_MOST = 8  # other jobs in the folder that are looked at
 
 
 def why(
@@ -40,59 +38,61 @@ def why(
     Who waits in which collective, who is missing there, and what that one does instead.
     Asks every process through the folder of the record, written by optimize(problem,
     record=mpishard.RunRecord(folder, mesh)), or of mpishard run --watch and python -m mpishard.watch, for any program
-    of mpi4py.  After the end of a run that was stuck it shows what the processes said while they waited.
+    of mpi4py; of several jobs in one folder the newest.  After the end of a run that was stuck it shows what the
+    processes said while they waited.
     With --pid it looks at the ranks that a launcher on this host has started.
     """
-    if pid is not None or run is None or (run / START).exists():
-        if pid is not None and run is not None:
+    if pid is not None:
+        if run is not None:
             raise ValueError(f"give {run} or --pid {pid}, not both")
-        _of_program(look(pid, min(wait, _BETWEEN_S)) if pid else ask_program(run or FOLDER, wait), as_json)
+        _show(look(pid, min(wait, _BETWEEN_S)), as_json)
         return
-    if not run.exists():
+    folder = FOLDER if run is None else run
+    if not folder.exists():
         raise ValueError(
-            f"{run} does not exist; give what python -m mpishard.watch named when it began, or a run's record"
+            f"{folder} does not exist; give what python -m mpishard.watch named when it began, or a run's record"
         )
-    check_record(run)
-    asked = ask(run, wait)
-    findings = diagnose(asked.answers, asked.silent)
-    if as_json:
-        shown = {
-            "fresh": asked.fresh,
-            "ending": asked.ending,
-            "findings": list(map(asdict, findings)),
-            "answers": asked.answers,
-        }
-        typer.echo(json.dumps(shown))
+    if run is None or (folder / START).exists() or any(folder.glob(f"*/{START}")):
+        newest, *older = jobs(folder)
+        others = [str(job) for job in older[:_MOST] if _runs(job)]
+        if others and not as_json:
+            typer.echo(printable(f"{newest} is the newest job here; others run: {', '.join(others)}"))
+        _show(ask(newest, wait), as_json)
         return
-    if asked.ending and not any(finding.kind == "waits" for finding in findings):
-        typer.echo(printable(f"the run has ended: {asked.ending}{_newest_checkpoint(run)}"))
-        return
-    if asked.answers and not asked.fresh:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(asked.answers[-1]["time"]))
-        typer.echo(f"nobody answers now; at {when} they said:")
-    elif not asked.answers:
-        typer.echo("nobody answers, and nobody was asked before: the run has ended, or its hosts are lost")
-    elif all(finding.kind == "runs" for finding in findings):
-        typer.echo("no rank has waited for long: the run continues, or computes")
-    for line in _lines(findings):
-        typer.echo(printable(line))
+    check_record(folder)
+    asked, ending = stacks.ask(folder, wait)
+    if ending and not as_json and all(answer["state"] != WAITS for answer in asked.answers):
+        typer.echo(printable(f"the run has ended: {ending}{_newest_checkpoint(folder)}"))
+    else:
+        _show(asked, as_json, ending)
 
 
-def _of_program(asked: Asked, as_json: bool) -> None:
-    """Print where the ranks of any program of mpi4py are, and why they do not go on."""
+def _runs(job: Path) -> bool:
+    """Return True if a watched job has ranks that may run."""
+    try:
+        asked = read_folder(job)
+    except (OSError, ValueError):  # a damaged one
+        return False
+    return not asked.is_over and any(answer["state"] in (RUNS, WAITS) for answer in asked.answers)
+
+
+def _show(asked: Asked, as_json: bool, ending: str = "") -> None:
+    """Print where the ranks of a job are, and why they do not go on."""
+    causes = diagnose(asked.answers, asked.absent, asked.ranks)
     if as_json:
-        causes = diagnose_program(asked.answers, asked.absent, asked.ranks)
-        shown = {"findings": list(map(asdict, causes)), "answers": asked.answers, "absent": asked.absent}
-        typer.echo(json.dumps(shown))
+        shown = {"fresh": not asked.is_over, "ending": ending, "findings": list(map(asdict, causes))}
+        typer.echo(json.dumps(shown | {"answers": asked.answers, "absent": asked.absent}))
         return
-    if asked.is_over:
-        typer.echo("the job has ended; what its ranks said last:")
     lines = report(asked.answers, asked.absent, asked.ranks)
-    killed = [str(each["rank"]) for each in asked.answers if each["state"] == RUNS]
-    if asked.is_over and killed and not diagnose_program(asked.answers, asked.absent, asked.ranks):
-        lines[-1] = (
-            f"ranks that have not noted their end, as they were killed or the host was lost: {', '.join(killed)}"
-        )
+    if asked.is_over:
+        when = max((answer["time"] for answer in asked.answers), default=0.0)
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+        lines.insert(0, f"nobody answers now; {f'at {at} they said' if when else 'nobody was asked before'}:")
+        killed = [str(each["rank"]) for each in asked.answers if each["state"] == RUNS]
+        if killed and not causes:
+            lines[-1] = (
+                f"ranks that have not noted their end, as they were killed or the host was lost: {', '.join(killed)}"
+            )
     for line in lines:
         typer.echo(printable(line))
 
@@ -109,15 +109,3 @@ def _newest_checkpoint(run: Path) -> str:
     found = [each for each in candidates(Path(folder)) if each.manifest is not None]
     newest = f"the newest is of step {found[0].manifest.step}" if found and found[0].manifest else "there is none"
     return f"; of its checkpoints in {folder} {newest}"
-
-
-def _lines(findings: list[Finding]) -> list[str]:
-    shown_by_kind: dict[str, int] = {}
-    lines = []
-    for finding in findings:
-        shown_by_kind[finding.kind] = shown_by_kind.get(finding.kind, 0) + 1
-        if shown_by_kind[finding.kind] <= _MOST:
-            several = len(finding.ranks) > 1
-            lines.append(f"rank{'s' if several else ''} {', '.join(map(str, finding.ranks))} {finding.text}")
-    hidden = {kind: count - _MOST for kind, count in shown_by_kind.items() if count > _MOST}
-    return lines + [f"... and {count} more ({kind})" for kind, count in hidden.items()]

@@ -4,11 +4,11 @@ Input: flat buffers and MPI_COMM_WORLD.
 Output: buffers with sums or copies, a note of each call in the ledger, and an error on every rank, or the end of the
 job, where a rank fails.
 
-Read ``mesh`` and ``axis`` first, what users hold; then a call in its order, ``communicator``, ``channel``,
-``collectives``, ``staged_collectives``, ``staging`` and ``deferred`` for devices; ``errors`` and ``agreement`` for
-errors and settings; ``ledger``, ``watchdog``, ``call_matching``, ``abort`` and ``supervisor_reports`` for what goes
-wrong; ``capabilities`` of this MPI; ``reshard`` for a new layout, ``json_exchange`` for waits without a limit,
-``work_queue`` for groups of ranks.
+Read ``mesh``, with ``mesh_checks``, and ``axis`` first, what users hold; then a call in its order, ``communicator``,
+``channel``, ``collectives``, ``staged_collectives``, ``staging`` and ``deferred`` for devices; ``errors`` and
+``agreement`` for errors and settings; ``ledger``, ``watchdog``, ``call_matching``, ``abort`` and ``supervisor_reports``
+for what goes wrong; ``capabilities`` of this MPI; ``reshard`` for a new layout, ``json_exchange`` for waits without a
+limit, ``work_queue`` for groups of ranks.
 
 A package that imports mpi4py imports this one first: importing mpi4py.MPI starts MPI.
 """

@@ -97,7 +97,7 @@ class Axis(Communicator):
         Parameters
         ----------
         withhold : bool
-            True to stop, False to go back.  The same on all ranks, see `agree_on_device_buffers`.  Sub-groups follow.
+            True to stop, False to go back.  The same on all ranks.  Sub-groups follow.
         """
         self._channel.withholds_device_buffers = self._channel_of_started.withholds_device_buffers = withhold
         for part in self._subgroups.values():

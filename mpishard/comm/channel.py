@@ -387,8 +387,6 @@ class Channel:
         self.rank, self.size = (0, 1) if self.is_self else (comm.rank, comm.size)
         # The most elements that one MPI call takes here; None: no limit.
         self.largest_count: int | None = _MOST if self.is_self or not probe().large_counts else None
-        # Debug mode compares the kind of memory, too: where that decides which way a call goes.
-        self.compares_memory = False
         # No device memory is handed to MPI, although `probe` may have found here that it could.
         self.withholds_device_buffers = False
         # Collectives that were started. Nobody else may hold them, and MPI writes into their buffers.
@@ -483,8 +481,6 @@ class Channel:
         number = self.calls if peer is None else self.messages
         call = self.ledger.begin(self.name, number, op, buffer.dtype, buffer.size, label, members, self.started)
         if peer is None and self.matching is not None:
-            if self.compares_memory and arrays.is_device(buffer):
-                detail += " on the device"
             self._compare(self.matching, call, detail, counts, form)
         return call
 

@@ -37,6 +37,9 @@ Counts = Sequence[int] | None
 # buffer does not fit the caches.  MPICH 5 takes 1.3 to 3.7 times as long for 200 to 400 kB, longer than for 1 MB; with
 # the largest buffers it is as fast (`python benchmarks/reduce_scatter.py`).
 EXCHANGED_BYTES: dict[str, range] = {"Open MPI": range(2**15, 2**62), "MPICH": range(2**17, 2**24)}
+# Bytes from which a started all-reduce takes longer than a reduce-scatter and an all-gather, by MPI library: with
+# Open MPI 5 up to twice as long, with MPICH not.
+IN_PARTS_FROM: dict[str, int] = {"Open MPI": 2**20}
 # Each axis keeps memory for arriving pieces up to this sum, and as much for started calls: new pages from the kernel
 # can take longer than the exchange itself, and the C library asks for them each time.
 _KEPT_BYTES = 2**24
@@ -392,6 +395,12 @@ class Collectives:
 
     def _cuts(self, buffer: Array, counts: Sequence[int]) -> bool:
         return len(counts) == self._size and sum(counts) == buffer.size and min(counts) >= 0
+
+
+def is_faster_in_parts(buffer: Array, ranks: int) -> bool:
+    """Return True if a reduce-scatter, and an all-gather later, shall take the place of a started all-reduce."""
+    least = IN_PARTS_FROM.get(probe().library)
+    return least is not None and buffer.nbytes >= least and ranks > 1 and not arrays.is_device(buffer)
 
 
 def _on_device(*buffers: Array | None) -> list[Array]:

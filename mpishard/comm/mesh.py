@@ -8,121 +8,32 @@ from __future__ import annotations
 
 import gc
 import os
-import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, cast
 
-import numpy as np
 from mpi4py import MPI
 
 from mpishard.arguments import flag, shown
 from mpishard.backend.process import limit_blas_threads
 from mpishard.comm.abort import abort_on_exception, start_mpi
-from mpishard.comm.agreement import agree_on_gemm_libraries, in_words, opening
+from mpishard.comm.agreement import agree_on_gemm_libraries, opening
 from mpishard.comm.axis import Axis, allgather_values
 from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.capabilities import agree_on_device_buffers, heals_in_place
 from mpishard.comm.channel import CommunicatorsExhaustedError, Family
 from mpishard.comm.deferred import flush
 from mpishard.comm.errors import CaughtError
-from mpishard.comm.groups import OtherOrderError, Places, misfit
+from mpishard.comm.groups import OtherOrderError, Places
 from mpishard.comm.ledger import Ledger
+from mpishard.comm.mesh_checks import check_launcher, exchange_facts, sizes_for, time_limit
 from mpishard.comm.supervisor_reports import note_cell
 from mpishard.comm.watchdog import Watchdog, arrival
-from mpishard.launch.detection import (
-    explain_alone,
-    explain_foreign,
-    foreign_launch,
-    launch_of,
-    launches,
-    spawned_cell,
-)
-from mpishard.launch.job_notes import ECHO, raised_by_all
+from mpishard.launch.detection import spawned_cell
 from mpishard.layout.tensors import ModelParallelRank
-from mpishard.version import VERSION
 
 Array = Any
-
-
-# What ranks of a new mesh exchange before any of them splits its communicator, and the error that all raise.
-
-
-def exchange_facts(
-    world: MPI.Intracomm,
-    sizes: str,
-    debug: bool,
-    family: Family,
-    problem: Exception | None,
-    places: Places | None,
-) -> Exception | None:
-    """Exchange what this rank gives a mesh with the other ranks, and compare. Collective over `world`.
-
-    The family gets its name, and meshes that all of their ranks have dropped are freed. `problem` is why this rank
-    cannot have such a mesh, `places` are in communicators of the application. Returns what to raise, on every rank, if
-    the ranks cannot share a mesh; OtherOrderError if they can, in another order.
-    """
-    # The version comes first: another version may send something else after it.
-    text = None if problem is None else str(problem)
-    facts = allgather_values(world, (VERSION, sizes, debug, text, family.own_name, Family.orphans(), places))
-    error = _unlike_versions(world, [version for version, *_ in facts])
-    if error is not None:
-        return raised_by_all(error, world.size)
-    _, all_sizes, all_debug, problems, names, orphans, all_places = zip(*facts, strict=True)
-    family.name = family.name or names[0]
-    Family.free_orphans(orphans)
-    first = next((rank for rank, text in enumerate(problems) if text is not None), None)
-    if first is None:
-        found = misfit(all_places)
-        error = found if isinstance(found, ValueError) else _unlike_sizes(all_sizes) or _unlike_debug(all_debug)
-        return found if error is None else raised_by_all(error, world.size)
-    if problem is None:
-        problem = ValueError(f"rank {first}: {problems[first]}")
-        setattr(problem, ECHO, True)
-    elif len(set(problems)) == 1:
-        raised_by_all(problem, world.size)
-    return problem
-
-
-def _unlike_versions(world: MPI.Intracomm, by_rank: Sequence[str]) -> ValueError | None:
-    """The error if ranks run several versions of mpishard. Collective; ranks send their hosts only in that case."""
-    if len(set(by_rank)) == 1:
-        return None
-    hosts = allgather_values(world, platform.node())
-    shown = []
-    for version in dict.fromkeys(by_rank):
-        ranks = [rank for rank, each in enumerate(by_rank) if each == version]
-        on = list(dict.fromkeys(hosts[rank] for rank in ranks))
-        shown.append(f"{version} on {in_words('rank', ranks)} ({in_words('host', on)})")
-    return ValueError(
-        f"all ranks must have the same version of mpishard, but it is {', and '.join(shown)}; "
-        "install one version on every host, in the environment that the ranks start in"
-    )
-
-
-def _unlike_sizes(by_rank: Sequence[str]) -> ValueError | None:
-    """The error if the mesh of some rank has other sizes than that of rank 0."""
-    for rank, each in enumerate(by_rank):
-        if each != by_rank[0]:
-            return ValueError(
-                f"the mesh is {by_rank[0]} on rank 0 and {each} on rank {rank}; give the same sizes on every rank"
-            )
-    return None
-
-
-def _unlike_debug(by_rank: Sequence[bool]) -> ValueError | None:
-    """The error if only some ranks compare their calls: the others would not answer them."""
-    if len(set(by_rank)) == 1:
-        return None
-    on = [rank for rank, each in enumerate(by_rank) if each]
-    return ValueError(
-        f"debug=True, or MPISHARD_DEBUG, is set on {in_words('rank', on)} of {len(by_rank)} alone; give the same on "
-        "every rank"
-    )
-
-
-# -- the mesh ----------------------------------------------------------------------------------------------------------
 
 
 class Mesh:
@@ -138,8 +49,8 @@ class Mesh:
     comm : mpi4py.MPI.Intracomm, optional
         The ranks to arrange; default all of them.  It is duplicated and can be freed afterwards.
     data, tensor, pipeline : int
-        Sizes; their product must be the number of ranks.  One of them may be -1 and is inferred.  Processes that an
-        elastic run has spawned have its tensor and pipeline sizes whatever is given here.
+        Sizes; their product must be the number of ranks.  One of them may be -1 and is inferred.  Processes
+        that were spawned have the tensor and pipeline sizes of the run that they join, whatever is given here.
     space : mpi4py.MPI.Intracomm, optional
         Instead of sizes: the communicator of this rank's group, in which the application has distributed its field.
         All groups have the same number of ranks.  `tensor` then has the ranks of `space` in its order, and `data` one
@@ -232,7 +143,7 @@ class Mesh:
                 "and make the mesh only on ranks that are in it"
             )
         if comm == MPI.COMM_WORLD:
-            _check_launcher()
+            check_launcher()
         cell = spawned_cell()
         if cell is not None and comm.size == MPI.COMM_WORLD.size:
             data, (tensor, pipeline), space, groups = -1, cell, None, None
@@ -242,7 +153,7 @@ class Mesh:
         with CaughtError() as caught:  # raised when the others know of it: they are on their way
             places = Places.of(space, groups, comm)
             if places is None:
-                sizes = _sizes(comm.size, data=data, tensor=tensor, pipeline=pipeline)
+                sizes = sizes_for(comm.size, data=data, tensor=tensor, pipeline=pipeline)
             elif (data, tensor, pipeline) != (-1, 1, 1):
                 raise ValueError(
                     f"the sizes of a mesh follow from space and groups, but pipeline={pipeline} x data={data} x "
@@ -250,8 +161,9 @@ class Mesh:
                 )
             else:  # which all ranks check when they know of each other
                 sizes = comm.size // places.space.size, places.space.size, 1
-            self.timeout = _timeout(timeout)
-            self.debug = _debug() if debug is None else flag("debug", debug)
+            self.timeout = time_limit(timeout)
+            by_variable = os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0")
+            self.debug = by_variable if debug is None else flag("debug", debug)
         problem = caught.error
         self.ledger = Ledger()
         self._parent: Mesh | None = None
@@ -426,7 +338,7 @@ class Mesh:
             in another way already.
         """
         with opening(self.world, "Mesh.reshaped") as same:
-            data, tensor, pipeline = shape = _sizes(self.size, data=data, tensor=tensor, pipeline=pipeline)
+            data, tensor, pipeline = shape = sizes_for(self.size, data=data, tensor=tensor, pipeline=pipeline)
             same |= {"data": data, "tensor": tensor, "pipeline": pipeline}
             is_same = shape == (self.data.size, self.tensor.size, self.pipeline.size)
             if self.data.size != self.size and not is_same:
@@ -470,7 +382,7 @@ class Mesh:
         if tensor is not None or pipeline is not None:
             self.pipeline.forget_subgroups()  # other models have other ties, and make their axes again
         sizes = {"tensor": tensor or self.shape["tensor"], "pipeline": pipeline or self.shape["pipeline"]}
-        problem = self._split(comm, *_sizes(comm.size, data=-1, **sizes))
+        problem = self._split(comm, *sizes_for(comm.size, data=-1, **sizes))
         if problem is not None:
             raise problem
 
@@ -562,72 +474,9 @@ class _ReshapedMesh(Mesh):
         self._note_cell()
 
 
-def _sizes(ranks: int, **sizes: Any) -> tuple[int, int, int]:
-    """Check the sizes against the number of ranks and fill in the one that is -1."""
-    for name, size in sizes.items():
-        if not isinstance(size, int | np.integer) or isinstance(size, bool) or (size < 1 and size != -1):
-            raise ValueError(f"mesh size {name}={size!r} must be a whole number of at least 1, or -1 to infer it")
-        sizes[name] = int(size)
-    unknown = [name for name, size in sizes.items() if size == -1]
-    if len(unknown) > 1:
-        hint = "; data is -1 where it is left out, so give it too, such as data=1" if "data" in unknown else ""
-        raise ValueError(f"mesh sizes {' and '.join(unknown)} are -1, and only one can be inferred{hint}")
-    known = 1
-    for size in sizes.values():
-        known *= size if size != -1 else 1
-    if unknown and ranks % known == 0:
-        sizes[unknown[0]] = ranks // known
-        known = ranks
-    if known != ranks:
-        # The least size that could be inferred stands for -1.
-        asked = " x ".join(f"{name}={max(sizes[name], 1)}" for name in ("pipeline", "data", "tensor"))
-        need = f"a multiple of {known}" if unknown else str(known)
-        hint = "change the sizes or the number of ranks" if unknown else "leave data=-1 to infer it"
-        raise ValueError(f"mesh {asked} needs {need} ranks, got {ranks}; {hint}")
-    return sizes["data"], sizes["tensor"], sizes["pipeline"]
-
-
 def checked_mesh(mesh: Any) -> Mesh:
     """The `mesh` that a call was given. Raises TypeError if it is none, such as a communicator or a number of ranks."""
     if isinstance(mesh, Mesh):
         return mesh
     made = "mpishard.Mesh(comm)" if isinstance(mesh, MPI.Comm) else "mpishard.Mesh()"
     raise TypeError(f"mesh={shown(mesh)} must be a Mesh; give {made}")
-
-
-def _check_launcher() -> None:
-    """Refuse a world of one rank where a launcher has started several."""
-    # A spawned process inherits the environment of its parents.
-    if MPI.COMM_WORLD.size > 1 or MPI.Comm.Get_parent() != MPI.COMM_NULL:
-        return
-    library, found = MPI.get_vendor()[0], launches(os.environ)
-    launch = foreign_launch(found, library)
-    if launch is not None and launch.ranks > 1:
-        raise ValueError(f"this rank is alone in its MPI_COMM_WORLD: {explain_foreign(launch, library)}")
-    launch = launch_of(found, ranks=1)
-    if launch is not None and launch.ranks > 1:
-        raise ValueError(explain_alone(launch, library))
-
-
-def _debug() -> bool:
-    """Whether the environment asks for the debug mode."""
-    return os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0")
-
-
-def _timeout(timeout: float | None) -> float | None:
-    """The chosen time limit; None if none was chosen."""
-    value: Any
-    name, value = "timeout", timeout
-    if value is None:
-        name, value = "MPISHARD_TIMEOUT", os.environ.get("MPISHARD_TIMEOUT") or None
-    elif isinstance(value, bool):
-        raise TypeError(f"timeout={value} must be a number of seconds")
-    if value is None:
-        return None
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name}={value!r} is not a number of seconds") from None
-    if not seconds > 0:
-        raise ValueError(f"the time limit of a collective must be above 0 seconds, got {seconds:g}")
-    return seconds

@@ -36,31 +36,30 @@ def watch_script() -> None:
         Reports.this = Reports(run)
 
 
+def tell(note: Callable[..., None], *values: Any) -> None:
+    """Write a note to the supervisor, by a method of `JobNotes`, if this process has one."""
+    if Reports.this is not None:
+        Reports.this.write(note, *values)
+
+
 def leave_to_others(silent: bool = True) -> None:
-    """Set whether only other processes report for the job from now on, if it has healed."""
+    """Set whether other processes report for the job from now on, if any but the first may."""
     if Reports.this is not None:
         Reports.this.is_silent = silent
 
 
 def note_training(under_way: bool, tells: bool) -> None:
-    """Note that an elastic run begins or has ended; `tells`: this process informs the supervisor."""
-    reports = Reports.this
-    if reports is not None:
-        reports.has_trained = not under_way
-        if tells:
-            reports.write(JobNotes.note_training, under_way)
+    """Note that training begins or has ended; `tells`: this process informs the supervisor."""
+    if Reports.this is not None:
+        Reports.this.has_trained = not under_way
+    if tells:
+        tell(JobNotes.note_training, under_way)
 
 
 def note_cell(ranks: int) -> None:
     """Note that the job's mesh needs a multiple of this number of ranks, its tensor times its pipeline size."""
     if Reports.this is not None and Reports.this.is_first:
-        Reports.this.write(JobNotes.note_cell, ranks)
-
-
-def note_healed(left: int, step: int) -> None:
-    """Note that processes have died and `left` others continue after `step`, their last committed step."""
-    if Reports.this is not None:
-        Reports.this.write(JobNotes.note_healed, left, step)
+        tell(JobNotes.note_cell, ranks)
 
 
 def take_restart() -> bool:
@@ -81,8 +80,7 @@ def give_up() -> None:
 class Reports:
     """Writes the reports of this process to the folder of the run.
 
-    Rank 0 of the first processes reports for the job.  After the job has healed every rank reports, since rank 0 may be
-    gone.  After they have reached the end of the run together, the first of them reports.
+    Which process reports for the job, `JobNotes.is_reporter` says.
     """
 
     this: ClassVar[Reports | None] = None
@@ -108,7 +106,7 @@ class Reports:
         self._thread.start()
 
     def _speaks(self) -> bool:
-        return not self.is_silent if self._run.has_healed else self.is_first
+        return self._run.is_reporter(self.is_first, self.is_silent)
 
     def _note_failure(self, error: BaseException, step: int) -> None:
         # No failures of this script: a death elsewhere causes errors of MPI, and an interrupt comes from outside.

@@ -19,7 +19,8 @@ a step                    ``sharded_optimizer``: checks its arguments; ``rule_st
                           a method, as an evaluation of its line search
 the state                 ``optimizer_state``: creates, binds, saves, restores and rebuilds it, for rules and methods;
                           ``rank_state``: the numbers, and the arrays of one rank with their layouts;
-                          ``full_state``: full tensors as one value for any layout, and as bytes
+                          ``auxiliary_state``: what it has besides the state of a rule; ``full_state``: full tensors
+                          as one value for any layout, and as bytes
 Local SGD                 ``local_sgd``: its state; ``local_averages``: the averages and the steps in between
 ========================  ============================================================================================
 """

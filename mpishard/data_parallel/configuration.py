@@ -107,7 +107,7 @@ class ShardingConfiguration:
     enable_gradient_compression : bool
         Send gradients over the data axis compressed, with error feedback: DDP, ZeRO-1 and ZeRO-2.  The remaining
         errors are state.  A save or a resize sends them uncompressed to the ranks that own them, which takes about half
-        the time of a step without compression.  A death in an elastic run may lose them.
+        the time of a step without compression.
     gradient_compressor : Compressor, optional
         A compressor of `mpishard.compression`; setting one enables compression.  Default: `Int8Compressor`.
     compress_after : int

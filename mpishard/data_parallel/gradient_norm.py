@@ -141,12 +141,12 @@ class GradientInspection:
         self._strategy = strategy
         self._sync_group = strategy.sync_group
         self._elements = sum(spec.size for spec in parameters.specs)
-        has_all = strategy.sums_are_everywhere and (strategy.mesh.size == 1 or not strategy.divides_state)
+        has_all = strategy.sums_are_everywhere and (strategy.mesh.size == 1 or not strategy.sharding.divides_state)
         self._each_looks_at_all = has_all and parameters.size <= _SHORT
         parts = strategy.ownership.owned_parts if self._each_looks_at_all else strategy.ownership.counted_parts
         self._spans = Ranges([Range(*span) for span in spans_of(parts)])
         # Compression adds errors to gradients, and a worker of Local SGD asks its own ranks alone.
-        alone = strategy.mesh.size == 1 or strategy.workers_differ
+        alone = strategy.mesh.size == 1 or strategy.sharding.workers_differ
         self._looks_ahead = looks and not alone and strategy.compressed is None
         # No sum of as many terms as there are ranks, each with this absolute value, is infinite.
         self._safe = float(np.finfo(parameters.dtype).max) / (4 * strategy.mesh.size)
@@ -158,7 +158,8 @@ class GradientInspection:
         self.finite_loss = True
         self.interrupted = False
         if looks:
-            strategy.reducer.look, strategy.reducer.forget_looks = self.look, self.forget
+            strategy.reducer.looks.append(self.look)
+            strategy.reducer.forget_looks = self.forget
 
     def forget(self) -> None:
         """Forget what was found; the next gradients belong to another step."""

@@ -12,7 +12,8 @@ from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.channel import Request
 from mpishard.data_parallel.rank_state import slots_of_rule
-from mpishard.data_parallel.strategies import LocalUpdates
+from mpishard.data_parallel.strategies import Strategy
+from mpishard.data_parallel.summation import WithinWorker
 from mpishard.optim import SGD, Rule
 from mpishard.optim.formulas import follow, lag
 from mpishard.parameters.buckets import Bucket
@@ -49,9 +50,13 @@ class Averages:
     data axis.
     """
 
-    def __init__(self, strategy: LocalUpdates, outer: Rule | None, parts: int, delayed: bool) -> None:
+    def __init__(self, strategy: Strategy, outer: Rule | None, parts: int, delayed: bool) -> None:
         parameters = strategy.parameters
         self._strategy = strategy
+        assert isinstance(strategy.summation, WithinWorker)
+        self._sums = strategy.summation.average_sums
+        by_nodes = strategy.hierarchical
+        self.workers: int = strategy.axis.size // (1 if by_nodes is None else by_nodes.within.size)
         self._rule = rule = outer or _MEAN
         self._delayed = delayed
         self._parts = [strategy.shares.buckets[part::parts] for part in range(parts)]
@@ -92,9 +97,9 @@ class Averages:
         for bucket in self._parts[part]:
             own = flat[bucket.start : bucket.stop]
             delta = arrays.empty(own.size, own.dtype, like=own)
-            lag(delta, self._anchor[bucket.start : bucket.stop], own, strategy.workers)
+            lag(delta, self._anchor[bucket.start : bucket.stop], own, self.workers)
             then.append(own.copy() if self._delayed else own)
-            started = strategy.average_sums.start(bucket, delta)
+            started = self._sums.start(bucket, delta)
             assert started is not None
             sums.append((bucket, delta, started))
         self._rounds.append(_Round(part, now, problem, pending, sums, then))
@@ -123,11 +128,14 @@ class Averages:
 
     def _finish(self, finished: _Round, now: int) -> None:
         strategy = self._strategy
-        strategy.average_sums.finish(finished.sums)
+        self._sums.finish(finished.sums)
+        # What compression leaves out of an average, the next one sends.
+        kept = strategy.compressed if strategy.hierarchical is None else strategy.hierarchical
         self.steps[finished.part] += 1
         step = self.steps[finished.part]
         for (bucket, delta, _), then in zip(finished.sums, finished.then, strict=True):
-            strategy.keep_bucket(bucket)
+            if kept is not None:
+                kept.keep_bucket(bucket)
             extent = slice(bucket.start, bucket.stop)
             own, anchor = strategy.parameters.flat[extent], self._anchor[extent]
             if not own.size:

@@ -13,14 +13,14 @@ from mpishard.arguments import integer
 from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
+from mpishard.data_parallel.auxiliary_state import AuxiliaryState
 from mpishard.data_parallel.configuration import ShardingConfiguration, mesh_of
 from mpishard.data_parallel.local_averages import Averages, AveragingSchedule, LocalSteps
-from mpishard.data_parallel.optimizer_state import AuxiliaryState
 from mpishard.data_parallel.rank_state import OUTER, Counters, RankState
 from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.data_parallel.strategies import LocalUpdates, Strategy
-from mpishard.data_parallel.validation import check_copies
+from mpishard.data_parallel.strategies import LOCAL, Sharding, Strategy
+from mpishard.data_parallel.validation import check_copies, check_workers
 from mpishard.layout.run_state import Shard, brief, names_fact
 from mpishard.optim import Rule
 from mpishard.optim.formulas import divide
@@ -44,7 +44,7 @@ class LocalState(AuxiliaryState):
         self._outer = outer
         self._averages: Averages | None = None
         self._steps: LocalSteps
-        self._strategy: LocalUpdates
+        self._strategy: Strategy
         self._on_rank: RankState
         self._counters: Counters
 
@@ -62,7 +62,7 @@ class LocalState(AuxiliaryState):
     @property
     def workers(self) -> int:
         """Number of workers, once parameters are bound."""
-        return self._strategy.workers
+        return self.averages.workers
 
     @property
     def staleness(self) -> int:
@@ -152,7 +152,6 @@ class LocalState(AuxiliaryState):
     def make(self, on_rank: RankState, counters: Counters) -> None:
         """Create the averages of new state.  Collective over the mesh."""
         strategy = on_rank.strategy
-        assert isinstance(strategy, LocalUpdates)
         self._check_parts(strategy)
         # State that is made again is that of survivors of a death: no average was possible, so that each worker still
         # has its own parameters and state.
@@ -207,7 +206,7 @@ class LocalState(AuxiliaryState):
     def _outer_name(self) -> str:
         return "" if self._outer is None else type(self._outer).__name__
 
-    def _check_parts(self, strategy: LocalUpdates) -> None:
+    def _check_parts(self, strategy: Strategy) -> None:
         """Raise on all ranks unless each part gets a bucket on some rank.  Collective over the mesh."""
         # A pipeline stage may have fewer buckets than another, or none.
         most, parts = max(self._optimizer.world.allgather_object(len(strategy.shares.buckets))), self._schedule.parts
@@ -262,7 +261,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     Notes
     -----
-    Between averages no rank waits for another worker, except in elastic runs, where all ranks agree on every step.
+    Between averages no rank waits for another worker.
     `step` compares its arguments within a worker between averages, and over all ranks in a step that starts an average
     without delay.  A worker that rejects its arguments between averages raises alone and is unchanged.  The other
     workers wait for it at the next average, so either it repeats the call or the job must end.
@@ -278,7 +277,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
     `synchronize_optimizer_state`: until then workers differ, and an average may be pending.
     """
 
-    strategy_class: type[Strategy] = LocalUpdates
+    sharding: Sharding = LOCAL
 
     def __init__(
         self,
@@ -423,13 +422,4 @@ def _check(config: ShardingConfiguration, sync_every: int, outer: Rule | None, p
             f"the outer rule {type(outer).__name__} has parameter groups, and an outer step sees buckets; give "
             "them to the inner rule"
         )
-    if config.reproducible:
-        raise ValueError(
-            "reproducible=True gives the same bits on any number of ranks, but what LocalSGDOptimizer comes to "
-            "depends on the number of workers; leave it out, or use DDP or ZeRO"
-        )
-    if not config.auto_sync_gradients:
-        raise ValueError(
-            "auto_sync_gradients=False accumulates gradients until synchronize_optimizer_state, but here every "
-            "step is the worker's own already; leave it out, and accumulate over micro-batches of a step"
-        )
+    check_workers(config)

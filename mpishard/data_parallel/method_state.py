@@ -19,11 +19,12 @@ from mpishard.arguments import flag
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import fingerprint
 from mpishard.comm.errors import CaughtError, raised_on_all
-from mpishard.data_parallel.optimizer_state import AuxiliaryState, OptimizerState
+from mpishard.data_parallel.auxiliary_state import AuxiliaryState
+from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.ownership import spans_of
 from mpishard.data_parallel.rank_state import RankState, cut_full, gather_slot
 from mpishard.data_parallel.settings import Configured, settings_of_method
-from mpishard.data_parallel.strategies import Strategy, ZeRO1
+from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.validation import check_copies, check_method
 from mpishard.io import log
 from mpishard.layout.run_state import SLOT, whole_fact
@@ -205,7 +206,7 @@ class MinimizationState(OptimizerState):
     """
 
     def __init__(self, optimizer: Configured, method: Method) -> None:
-        check_method(type(optimizer).__name__, method, optimizer.config, optimizer.strategy_class)
+        check_method(type(optimizer).__name__, method, optimizer.config, optimizer.sharding)
         self._method = method
         super().__init__(optimizer)
         self._batches = 0  # iterations so far, each of which has had a batch of its own; stages continue the count
@@ -384,9 +385,7 @@ class MinimizationState(OptimizerState):
 
         `ShardedSpace.whole` has it in the order of the specs, of all tensor and pipeline ranks.
         """
-        strategy = self._strategy
-        assert isinstance(strategy, ZeRO1)
-        return strategy.gather(vector, "vectors")
+        return self._strategy.gather(vector, "vectors")
 
     def publish(self, values: Array) -> None:
         """Make these elements of this rank the parameters, on all ranks."""
@@ -436,7 +435,6 @@ class MinimizationState(OptimizerState):
         if self._direction is None or self._direction.specs != parameters.specs:
             module = arrays.module_of(parameters.like)
             self._direction = FlatParameters(parameters.specs, parameters.dtype, module=module, place=parameters.place)
-        assert isinstance(self._strategy, ZeRO1)
         self._direction.flat[...] = self._strategy.gather(self.minimization.direction, "direction")
         return self._direction
 

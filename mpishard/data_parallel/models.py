@@ -16,13 +16,13 @@ from mpishard.data_parallel.optimizers import ZeRO1Optimizer, ZeRO2Optimizer, Ze
 from mpishard.data_parallel.ownership import TensorCopies
 from mpishard.data_parallel.rank_state import gather_full
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.data_parallel.strategies import sum_unbound
 from mpishard.data_parallel.validation import check_place
 from mpishard.layout.boxes import split
 from mpishard.minimizers import Method
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters, Model
 from mpishard.parameters.reducer import GradientReducer
-from mpishard.reduction.ordered import OrderedSums
 
 Array = Any
 
@@ -164,13 +164,7 @@ class ShardedModel:
             return
         gradients.finalize()
         if not gradients.progress.is_bound:
-            for bucket in reversed(gradients.buckets):
-                self._copies.sum(bucket, gradients.memory.of_bucket(bucket))
-            flat = gradients.flat
-            if self.config.reproducible:
-                OrderedSums(self._axis, flat).all_reduce(flat)
-            else:
-                self._axis.all_reduce(flat, label="gradients")
+            sum_unbound(self.config, self._copies, gradients)
 
 
 class HybridShardedModel(ShardedModel):

@@ -1,4 +1,4 @@
-"""The state of an optimizer: what training loops, elastic runs and checkpoints need of it.
+"""The state of an optimizer: what training loops and checkpoints need of it.
 
 What takes the steps decides the class: `RuleState` of an update rule, `MinimizationState` of a method.
 """
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mpishard.comm.agreement import opening, text_of
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.errors import CaughtError, raised_on_all
+from mpishard.data_parallel.auxiliary_state import AuxiliaryState
 from mpishard.data_parallel.rank_state import Counters, RankState, check_numbers
-from mpishard.data_parallel.settings import Configured, Numerics, Settings, changed_settings
+from mpishard.data_parallel.settings import Configured, Settings
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.validation import (
     check_layout,
@@ -24,7 +25,7 @@ from mpishard.data_parallel.validation import (
     check_saved_rule,
 )
 from mpishard.io import log
-from mpishard.layout.run_state import RunState, Shard, names_fact
+from mpishard.layout.run_state import RunState, names_fact
 from mpishard.minimizers import Method
 from mpishard.minimizers.method import Minimizer
 from mpishard.optim import Rule
@@ -37,88 +38,17 @@ if TYPE_CHECKING:
 Array = Any
 
 
-class AuxiliaryState:
-    """State that an optimizer has in addition to that of its rule, such as the averages of `LocalSGDOptimizer`.
-
-    `OptimizerState` calls these methods, within its own of the same names; collective where those are.  Here they are
-    those of a state without arrays and numbers, whose copies never differ; subclasses override what they have.
-    """
-
-    # Copies that should be equal may differ, until `broadcast`.
-    may_differ: bool = False
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """Settings that decide the steps; the same on all ranks."""
-        return {}
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """Facts of a `RunState`; `check` and `restore` read them."""
-        return {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays on this rank."""
-        return 0
-
-    @property
-    def needs_consolidation(self) -> bool:
-        """True if `consolidate` has something to do."""
-        return False
-
-    @property
-    def synchronizes_next_step(self) -> bool:
-        """True if the next update waits for the other data ranks."""
-        return True
-
-    @property
-    def compares_next_step(self) -> bool:
-        """True if all ranks, and not only those of one worker, compare their arguments of the next `step`."""
-        return True
-
-    def make(self, on_rank: RankState, counters: Counters) -> None:
-        """Create the state that accompanies this state of the rule."""
-
-    def shards(self) -> tuple[Shard, ...]:
-        """Its live arrays."""
-        return ()
-
-    def check(self, facts: Mapping[str, Any]) -> None:
-        """Raise ValueError unless it can continue from these facts."""
-
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        """Continue from these facts, after its arrays were filled."""
-
-    def add_to(self, full: FullState, world: Axis) -> FullState:
-        """A full state with this state too."""
-        return full
-
-    def fill(self, full: FullState) -> None:
-        """Continue from a full state."""
-
-    def broadcast(self) -> None:
-        """Make all copies of its arrays equal."""
-
-    def consolidate(self) -> None:
-        """Bring all workers to one state."""
-
-    def abandon(self) -> None:
-        """Drop what is pending, which cannot finish after a rank has died."""
-
-
 class OptimizerState(ABC):
     """The state of one optimizer: the parameters that it trains, the arrays and numbers for them, and what moves them.
 
     It is the `state` of an optimizer, and exists before the first parameters are bound; its arrays do not.  Training
-    loops, elastic runs and checkpoints save, move and restore it.  `auxiliary` is state besides that of the rule.
+    loops save, move and restore it.  `auxiliary` is state besides that of the rule.
     """
 
     def __init__(self, optimizer: Configured, auxiliary: Sequence[AuxiliaryState] = ()) -> None:
         self.auxiliary = tuple(auxiliary)
         self.counters = Counters(optimizer.config.loss_scale)
         self.settings = Settings(optimizer, self.options, self.live_values)
-        self.numerics = Numerics()
         self._optimizer = optimizer
         self._on_rank: RankState | None = None
         self._deserialized: FullState | None = None  # until the first parameters are bound
@@ -288,11 +218,11 @@ class OptimizerState(ABC):
         if was is not None and self._checked is not None and all(map(is_, self._checked, objects)):
             check_reducer(parameters, was.strategy.reducer)
             return  # these very objects were found in order
-        check_layout(parameters, config.mesh, optimizer.strategy_class)
+        check_layout(parameters, config.mesh, optimizer.sharding)
         check_layout_dependence(parameters, config)
         self.check_fits(parameters)
         if was is not None and was.parameters is not parameters:
-            check_same_model(was.parameters, parameters, optimizer.strategy_class)
+            check_same_model(was.parameters, parameters, optimizer.sharding)
         if self._deserialized is not None:
             self._deserialized.check_parameters(parameters.specs, parameters.dtype)
         check_reducer(parameters, None if was is None else was.strategy.reducer)
@@ -307,12 +237,10 @@ class OptimizerState(ABC):
         with CaughtError() as caught:
             self.check_model(parameters)
         if self._on_rank is None:
-            self.settings.agree(self.settings.of_state(parameters), caught.error)
-            self.numerics.take(parameters, self._optimizer.config, self._optimizer.world)
+            self.settings.agree_on_state(parameters, caught.error)
         elif caught.error is not None:
             raise caught.error
-        if self._optimizer.config.reproducible:
-            self.numerics.keep_products()
+        self.settings.keep_products()
         on_rank = self._on_rank
         if on_rank is not None and on_rank.parameters is parameters:
             return on_rank.strategy
@@ -394,7 +322,7 @@ class OptimizerState(ABC):
             "sharding.json": config.settings(),
             "mesh.json": dict(config.mesh.shape),
             **self.counters.facts,
-            **self.numerics.facts,
+            **self.settings.facts,
         }
         for each in self.auxiliary:
             facts |= each.facts
@@ -444,13 +372,13 @@ class OptimizerState(ABC):
     def check(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless the optimizer can continue from a state with these facts.
 
-        They may be of another rule or invalid, or a reproducible run would continue with other bits.
+        They may be of another rule or invalid, or the run would continue with other bits than it promises.
         """
         saved = names_fact(facts, "slots.json")
         needed = [slot for slot in saved if not self.is_spare(slot)]
         check_saved_rule(type(self.rule).__name__, self.slot_names, facts.get("rule", "none"), saved, needed)
         check_numbers(facts)
-        self.numerics.check(facts, self._optimizer.config)
+        self.settings.check(facts)
         for each in self.auxiliary:
             each.check(facts)
         if self._carried is not None:
@@ -468,7 +396,7 @@ class OptimizerState(ABC):
         if self._carried is not None:
             self._carried.restore(facts)
         self.counters.restore(facts)
-        self.numerics.restore(facts)
+        self.settings.restore(facts)
         on_rank.resume(self.counters, float(facts.get("loss_scale", 1.0)))
 
     def restore_settings(self, facts: Mapping[str, Any]) -> None:
@@ -588,10 +516,7 @@ class OptimizerState(ABC):
 
     def report_changes(self, facts: Mapping[str, Any]) -> None:
         """Report on rank 0 what differs from saved facts: settings of the rules, what bits depend on."""
-        changed = changed_settings(self.facts, facts)
-        if changed and self._optimizer.world.rank == 0:
-            log.inform(f"the saved state continues with {', '.join(changed)}")
-        self.numerics.note(facts, self._optimizer.config, self._optimizer.world.rank)
+        self.settings.report(self.facts, facts)
 
     def report_continuation(self) -> None:
         """Report on rank 0, the first time only, that a run does not start afresh."""

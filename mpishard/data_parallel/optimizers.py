@@ -8,19 +8,9 @@ from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration, mesh_of
 from mpishard.data_parallel.local_sgd import LocalSGDOptimizer
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.data_parallel.strategies import (
-    DataParallel,
-    Strategy,
-    ZeRO1,
-    ZeRO1AllReduced,
-    ZeRO2,
-    ZeRO3,
-)
+from mpishard.data_parallel.strategies import DDP, STAGES, ZERO1, ZERO1_ALL_REDUCED, ZERO2, ZERO3, Sharding
 from mpishard.minimizers import Method
 from mpishard.optim import Rule
-
-# Index: ZeRO stage.
-STRATEGIES = (DataParallel, ZeRO1, ZeRO2, ZeRO3)
 
 
 class DDPOptimizer(ShardedOptimizer):
@@ -36,7 +26,7 @@ class DDPOptimizer(ShardedOptimizer):
         Settings with a mesh, or a mesh with the default settings.
     """
 
-    strategy_class: type[Strategy] = DataParallel
+    sharding: Sharding = DDP
 
 
 class ZeRO1Optimizer(ShardedOptimizer):
@@ -54,17 +44,16 @@ class ZeRO1Optimizer(ShardedOptimizer):
         Settings with a mesh, or a mesh with the default settings.
     """
 
-    strategy_class: type[Strategy] = ZeRO1
+    sharding: Sharding = ZERO1
 
 
 class ZeRO1WithGradients(ZeRO1Optimizer):
     """ZeRO stage 1 in which each rank gets all sums of gradients, for code that reads or changes them before a step.
 
     A step sends 1.5 times the bytes of `ZeRO1Optimizer`: an all-reduce of gradients and an all-gather of parameters.
-    It takes neither compression nor `reproducible`.
     """
 
-    strategy_class: type[Strategy] = ZeRO1AllReduced
+    sharding: Sharding = ZERO1_ALL_REDUCED
 
 
 class ZeRO2Optimizer(ShardedOptimizer):
@@ -83,7 +72,7 @@ class ZeRO2Optimizer(ShardedOptimizer):
         Settings with a mesh, or a mesh with the default settings.
     """
 
-    strategy_class: type[Strategy] = ZeRO2
+    sharding: Sharding = ZERO2
 
 
 class ZeRO3Optimizer(ShardedOptimizer):
@@ -109,7 +98,7 @@ class ZeRO3Optimizer(ShardedOptimizer):
         If the configuration has a compressor.
     """
 
-    strategy_class: type[Strategy] = ZeRO3
+    sharding: Sharding = ZERO3
 
 
 class HybridShardedOptimizer(ShardedOptimizer):
@@ -156,11 +145,11 @@ class HybridShardedOptimizer(ShardedOptimizer):
         sizes = pipeline_parallel_size, tensor_parallel_size, data_parallel_size
         with opening(mesh.world, "HybridShardedOptimizer") as same:
             config = ShardingConfiguration.of(config)
-            if integer("zero_stage", zero_stage) not in range(len(STRATEGIES)):
+            if integer("zero_stage", zero_stage) not in range(len(STAGES)):
                 raise ValueError(f"zero_stage={zero_stage} must be 0, 1, 2 or 3")
             names = "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"
             same |= {"zero_stage": zero_stage} | dict(zip(names, sizes, strict=True))
-        self.strategy_class = STRATEGIES[zero_stage]
+        self.sharding = STAGES[zero_stage]
         if sizes != (1, 1, -1):
             mesh = mesh.reshaped(data=data_parallel_size, tensor=tensor_parallel_size, pipeline=pipeline_parallel_size)
             config = replace(config, mesh=mesh)

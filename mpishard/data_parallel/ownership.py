@@ -4,8 +4,8 @@
 the strategy says. Here is what follows.
 
 A table that embedding and output head share has two uses. On one mesh one rank has both, on another two pipeline ranks
-have one each. So that the sum has one order on all meshes in reproducible runs, each use is summed over micro-batches
-and the data axis separately, and then the sums of the uses are added (`TiedWeights`).
+have one each. For a sum of one order on all meshes, each use is summed over micro-batches and the data axis separately,
+and then the sums of the uses are added (`TiedWeights`).
 """
 
 from __future__ import annotations
@@ -373,7 +373,7 @@ class _SecondUse:
 
 
 class TiedWeights:
-    """Adds the uses of tied tensors, each of which is summed over the data axis by itself, in reproducible runs.
+    """Adds the uses of tied tensors, each of which is summed over the data axis by itself.
 
     Both uses may be on this rank: then the second has a bucket of its own here, in `buckets`. Or one is on another
     pipeline rank. The arguments `buckets` are those that cover the parameters; `counts` has for each the elements that
@@ -432,15 +432,22 @@ class BucketShares:
     """The buckets of a model's gradients, and which part of each every data rank owns: an even share.
 
     With `by_unit` a bucket is a whole unit of the parameters, so that bucket and unit have the same owners (ZeRO-3).
+    With `ties_apart` the uses of a tied tensor are summed separately.
     """
 
     def __init__(
-        self, config: ShardingConfiguration, parameters: FlatParameters, copies: TensorCopies, by_unit: bool
+        self,
+        config: ShardingConfiguration,
+        parameters: FlatParameters,
+        copies: TensorCopies,
+        *,
+        by_unit: bool,
+        ties_apart: bool,
     ) -> None:
         self.axis: Axis = config.mesh.data
         self.copies = copies
         runs, sizes = bucket_layout(
-            parameters, compressed=config.compressor is not None, by_unit=by_unit, ties_apart=config.reproducible
+            parameters, compressed=config.compressor is not None, by_unit=by_unit, ties_apart=ties_apart
         )
         whole = max(1, sum(spec.size for spec in parameters.specs))
         minimum = whole if by_unit else config.minimum_parameter_group_size
@@ -448,8 +455,8 @@ class BucketShares:
         self.buckets: tuple[Bucket, ...] = make_buckets(parameters.pieces, minimum, runs, sizes)
         # By bucket and rank, the number of elements that the rank owns; those of second uses follow.
         self.counts: list[list[int]] = [run_lengths(split(bucket.size, self.axis.size)) for bucket in self.buckets]
-        self.uses: TiedWeights | None = None  # adds the uses of tied tensors; None unless `reproducible`
-        if config.reproducible:
+        self.uses: TiedWeights | None = None  # adds the uses of tied tensors; None unless `ties_apart`
+        if ties_apart:
             self.uses = TiedWeights(parameters, self.buckets, self.counts, self.axis.rank)
             self.counts += self.uses.counts
 

@@ -126,7 +126,7 @@ class RankState:
     ) -> None:
         self._optimizer = optimizer
         config = optimizer.config
-        self.strategy: Strategy = optimizer.strategy_class.fitting(parameters)(config, parameters)
+        self.strategy: Strategy = Strategy(optimizer.sharding.fitting(parameters), config, parameters)
         self._broadcast_carried()
         self.inspection = GradientInspection(self.strategy, parameters, looks=config.nonfinite_gradients != "ignore")
         # The elements that the rule of each parameter group updates.
@@ -197,7 +197,7 @@ class RankState:
             ranges = strategy.error_ranges
             left = pieces_of_ranges(parameters.holding, ranges, _starts(ranges))
             primary = counted_pieces(left, parameters.specs, parameters.place)
-            found.append(Shard(strategy.errors_kind, strategy.compressed.owned, left, primary, required=False))
+            found.append(Shard(strategy.sharding.errors_kind, strategy.compressed.owned, left, primary, required=False))
         return tuple(found)
 
     def slot_shards(self, slots: Mapping[str, Array], kind: str) -> list[Shard]:
@@ -224,7 +224,7 @@ class RankState:
         if strategy.compressed is None:
             return {}
         left = arrays.to_host(strategy.compressed.owned) / strategy.compressed.scale
-        return {strategy.errors_kind: gather_full(world, strategy.parameters, strategy.error_ranges, left)}
+        return {strategy.sharding.errors_kind: gather_full(world, strategy.parameters, strategy.error_ranges, left)}
 
     def fill(self, slots: Mapping[str, Array], full: Mapping[str, np.ndarray]) -> None:
         """Fill state arrays from those with full tensors, by name."""
@@ -237,19 +237,15 @@ class RankState:
         if strategy.compressed is None:
             return
         left = strategy.compressed.owned
-        if strategy.errors_kind in full:
-            self._fill(strategy.error_ranges, left, full[strategy.errors_kind])
+        if strategy.sharding.errors_kind in full:
+            self._fill(strategy.error_ranges, left, full[strategy.sharding.errors_kind])
         else:
             left[...] = 0
         strategy.compressed.forget(scale=1.0)
 
     def _fill(self, ranges: Sequence[Range], target: Array, full: np.ndarray) -> None:
         """Fill a state array, which covers `ranges` of the flat parameters."""
-        own = cut_full(full, self.parameters, ranges)
-        if arrays.is_device(target):
-            arrays.copy_to_device(own, target)
-        else:
-            target[...] = own
+        arrays.copy_to_device(cut_full(full, self.parameters, ranges), target)
 
 
 # The state of a model that has no optimizer.

@@ -77,7 +77,7 @@ class OptimizationResult(Generic[P]):
         Duration, without the time before the checkpoint.
     stop_reason : str
         ``"steps"``, ``"tolerance"``, ``"seconds"``, ``"callback"`` or ``"patience"`` of `stop_early`; ``"signal"``
-        after Ctrl-C, and in an elastic run also after other signals.  With a method also its own: ``"gradient"``,
+        after Ctrl-C or another signal that ends a run in order.  With a method also its own: ``"gradient"``,
         ``"decrease"`` and ``"step"`` where it has converged, ``"iterations"`` and ``"evaluations"`` at its limits,
         ``"line search"``, ``"wall"``, ``"unbounded"``, ``"range"`` and ``"not finite"`` where it cannot continue.
     communication : dict

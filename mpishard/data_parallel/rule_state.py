@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpishard.backend import array as arrays
 from mpishard.backend import exact
-from mpishard.data_parallel.optimizer_state import AuxiliaryState, OptimizerState
+from mpishard.data_parallel.auxiliary_state import AuxiliaryState
+from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.rank_state import EMA, slot_names_of_rule, slots_of_rule
 from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.update import Factors, apply_rule
@@ -62,22 +62,20 @@ class RuleState(OptimizerState):
 
     def make_slots(self, parameters: FlatParameters, size: int) -> dict[str, Array]:
         """New state by name; on a host the formulas of the next step are compiled now."""
-        rule, config, dtype = self._rule, self._optimizer.config, parameters.dtype
-        if not arrays.is_device(parameters.like):
-            rule.kernel.expect(dtype)
-            if isinstance(rule, Muon):
-                rule.rest.kernel.expect(dtype)
-                muon_apply.expect(dtype)
-            if rule.ema_decay is not None:
-                moving_average.expect(dtype)
-            if config.max_gradient_value is not None:
-                clip_by_value.expect(dtype)
-            squares = config.max_gradient_norm is not None or rule.norm_based or rule.whole_tensors
-            exact.expect_norms(parameters.like, squares)
-        return slots_of_rule(rule, size, dtype, like=parameters.like)
+        rule, config, like = self._rule, self._optimizer.config, parameters.like
+        rule.kernel.expect(like)
+        if isinstance(rule, Muon):
+            rule.rest.kernel.expect(like)
+            muon_apply.expect(like)
+        if rule.ema_decay is not None:
+            moving_average.expect(like)
+        if config.max_gradient_value is not None:
+            clip_by_value.expect(like)
+        exact.expect_norms(like, config.max_gradient_norm is not None or rule.norm_based or rule.whole_tensors)
+        return slots_of_rule(rule, size, parameters.dtype, like=like)
 
     def check_fits(self, parameters: FlatParameters) -> None:
-        check_rule_fits(self._rule, parameters, self._optimizer.config.mesh, self._optimizer.strategy_class)
+        check_rule_fits(self._rule, parameters, self._optimizer.config.mesh, self._optimizer.sharding)
 
     def moving_averages(self) -> list[Array]:
         if self._rule.ema_decay is None:
@@ -156,18 +154,18 @@ class RuleState(OptimizerState):
         """Prepare the next step, after one that was taken or skipped."""
         on_rank, strategy = self.on_rank, self.strategy
         carried = on_rank.parameters.carried
-        if carried is not None and not strategy.workers_differ:
+        if carried is not None and not strategy.sharding.workers_differ:
             carried.synchronize(strategy.axis)
         on_rank.prepare_step(self.counters)
         strategy.reducer.reset()
-        if self._optimizer.config.mesh.debug and not strategy.workers_differ:
+        if self._optimizer.config.mesh.debug and not strategy.sharding.workers_differ:
             check_copies(strategy, self.counters.steps)
 
     @property
     def agrees_in_update(self) -> bool:
         config, measure_norm = self._optimizer.config, self._optimizer.measure_norm
         inspects = config.nonfinite_gradients != "ignore" or config.max_gradient_norm is not None or measure_norm
-        return inspects and not self._optimizer.strategy_class.workers_differ
+        return inspects and not self._optimizer.sharding.workers_differ
 
     # -- a run --------------------------------------------------------------------------------------------------------
 

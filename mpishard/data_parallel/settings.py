@@ -24,7 +24,7 @@ from mpishard.backend.process import arithmetic, fix_blas_threads, of_products
 from mpishard.comm.agreement import REMEDY, agree_on_settings, fingerprint, gather_difference, gather_in_call, text_of
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.strategies import Strategy
+from mpishard.data_parallel.strategies import Sharding
 from mpishard.io import log
 from mpishard.layout.run_state import brief
 from mpishard.minimizers import Method
@@ -66,7 +66,7 @@ class Configured(Protocol):
     @property
     def config(self) -> ShardingConfiguration: ...
     @property
-    def strategy_class(self) -> type[Strategy]: ...
+    def sharding(self) -> Sharding: ...
     @property
     def world(self) -> Axis: ...
     @property
@@ -76,8 +76,9 @@ class Configured(Protocol):
 class Settings:
     """The settings of one optimizer and their fingerprint, computed again if its rule or configuration is replaced.
 
-    `options` returns those of its state as text, but for the values that other code changes between two steps, which
-    `live` returns.  Whoever changes one of the options calls `note_change`.
+    What else its bits depend on is in `numerics`.  `options` returns those of its state as text, but for the values
+    that other code changes between two steps, which `live` returns.  Whoever changes one of the options calls
+    `note_change`.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Settings:
         options: Callable[[], Mapping[str, str]],
         live: Callable[[], LiveValues | None],
     ) -> None:
+        self.numerics = Numerics()
         self._optimizer = optimizer
         self._options = options
         self._live = live
@@ -134,20 +136,22 @@ class Settings:
         optimizer = self._optimizer
         config = {field.name: getattr(optimizer.config, field.name) for field in fields(optimizer.config)}
         del config["mesh"]
-        names = {"optimizer": type(optimizer).__name__, "strategy": optimizer.strategy_class.__name__}
+        names = {"optimizer": type(optimizer).__name__, "strategy": optimizer.sharding.name}
         described = {name: text_of(value) for name, value in config.items()}
         return {"mpishard": VERSION, **names, **described, **self._options()}
 
-    def of_state(self, parameters: FlatParameters) -> dict[str, str]:
-        """Further settings that decide how the state for these parameters is created and used."""
-        return {
+    def agree_on_state(self, parameters: FlatParameters, problem: Exception | None) -> None:
+        """`agree` before the state for these parameters is made, also on what decides that, and bits. Collective."""
+        further = {
             "measure_norm": str(self._optimizer.measure_norm),
-            "strategy": self._optimizer.strategy_class.fitting(parameters).__name__,
+            "strategy": self._optimizer.sharding.fitting(parameters).name,
             "module of the parameters": arrays.module_of(parameters.like).__name__,
             "parameters sharded": str(parameters.sharded is not None),
             "parameters": parameters.description,
             "parameters(digest)": f"{parameters.fingerprint:x}",
         }
+        self.agree(further, problem)
+        self.numerics.take(parameters, self._optimizer.config, self._optimizer.world)
 
     def agree(
         self, further: Mapping[str, str] | None = None, problem: Exception | None = None, what: str = "settings"
@@ -162,6 +166,47 @@ class Settings:
         agree_on_settings(self._optimizer.world, settings, problem, what=what, remedy=self.remedy)
         self._note(fixed)
         self._live_fingerprint = 0 if live is None else live.fingerprint
+
+    # -- what else bits depend on: see `Numerics` ---------------------------------------------------------------------
+
+    def fix_threads(self) -> None:
+        """Take one thread for products from now on, if the bits of the run must not depend on their number."""
+        if self._optimizer.config.reproducible:
+            fix_blas_threads()
+
+    def keep_products(self) -> None:
+        """Continue with the libraries for products that the ranks have agreed on, if another mesh has changed them."""
+        if self._optimizer.config.reproducible:
+            self.numerics.keep_products()
+
+    def note_micro_batches(self, size: int | None) -> None:
+        """Note the problem's `micro_batch_size`."""
+        self.numerics.own["micro_batch_size"] = "a 16th of the batch" if size is None else str(size)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts for a `RunState`."""
+        return self.numerics.facts
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The facts for the record of a run."""
+        return {name.removesuffix(".json"): value for name, value in self.facts.items()}
+
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the run can continue from saved facts with the bits that it promises."""
+        self.numerics.check(saved, self._optimizer.config)
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Continue from saved facts that have passed `check`."""
+        self.numerics.restore(saved)
+
+    def report(self, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        """Report on rank 0 what differs between facts of this run and saved ones: of the rules, and of bits."""
+        optimizer, changed = self._optimizer, _changed(own, saved)
+        if changed and optimizer.world.rank == 0:
+            log.inform(f"the saved state continues with {', '.join(changed)}")
+        self.numerics.note(saved, optimizer.config, optimizer.world.rank)
 
     @property
     def _replaced(self) -> bool:
@@ -208,7 +253,7 @@ def _fields_of(rule: Rule | Method, without: Collection[str]) -> dict[str, str]:
     return {name: text_of(getattr(rule, name)) for name in names}
 
 
-def changed_settings(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+def _changed(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """Descriptions of the settings of rules and of clipping that differ between the facts and saved ones."""
     changed = []
     for of, name in (("", "rule.json"), ("outer ", "outer_rule.json"), ("", "sharding.json")):
@@ -326,10 +371,6 @@ class Numerics:
         if config.reproducible and parameters.layout_dependence:
             self._change(f"the bits depend on the layout: the model has {parameters.layout_dependence}", world.rank)
 
-    def note_micro_batches(self, size: int | None) -> None:
-        """Note the samples of the leaves of the sums, the problem's `micro_batch_size`."""
-        self.own["micro_batch_size"] = "a 16th of the batch" if size is None else str(size)
-
     def note_products(self) -> None:
         """Note the libraries for matrix products, after this process has taken a choice of others.
 
@@ -364,11 +405,6 @@ class Numerics:
         """The facts for a `RunState`."""
         changes = {DIFFERENT_BITS: list(self.changes)} if self.changes else {}
         return {ARITHMETIC: dict(self.own), **changes} if self.own else changes
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """The facts for the record of a run."""
-        return {name.removesuffix(".json"): value for name, value in self.facts.items()}
 
     def check(self, saved: Mapping[str, Any], config: ShardingConfiguration) -> None:
         """Raise ValueError unless a reproducible run resumes from saved facts with the same bits, or may differ."""

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from mpishard.arguments import kind_of
 from mpishard.backend.compiled import prepare
-from mpishard.backend.process import fix_blas_threads
 from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import CaughtError
 from mpishard.comm.mesh import Mesh
+from mpishard.data_parallel.auxiliary_state import AuxiliaryState
 from mpishard.data_parallel.configuration import ShardingConfiguration, mesh_of
 from mpishard.data_parallel.method_state import MinimizationState
-from mpishard.data_parallel.optimizer_state import AuxiliaryState, OptimizerState
+from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.results import OptimizationResult, P, Problem, TrainingState
 from mpishard.data_parallel.rule_state import RuleState
 from mpishard.data_parallel.settings import Settings, agree_on_step, agree_whether_begun
-from mpishard.data_parallel.strategies import Strategy
+from mpishard.data_parallel.strategies import Sharding, Strategy
 from mpishard.data_parallel.validation import (
     check_configuration,
     check_count,
@@ -46,7 +46,7 @@ Array = Any
 
 
 class ShardedOptimizer:
-    """Base of the optimizers, which differ in their `strategy_class`.
+    """Base of the optimizers, which differ in their `sharding`.
 
     Creation and every method are collective over ``config.mesh`` unless a docstring says otherwise.
 
@@ -73,11 +73,11 @@ class ShardedOptimizer:
     TypeError
         On every rank, if `rule` of any is no rule; on this rank, if `config` is neither a mesh nor a configuration.
     ValueError
-        On every rank, if the configuration has a setting that this strategy does not have: compression under ZeRO-3, or
-        reproducible sums under ZeRO-2 and 3 with pipeline ranks; or if configurations differ between ranks.
+        On every rank, if the configuration has a setting that this strategy does not have, such as compression under
+        ZeRO-3; or if configurations differ between ranks.
     """
 
-    strategy_class: type[Strategy]
+    sharding: Sharding
 
     def __init__(self, rule: Rule | Method, config: ShardingConfiguration | Mesh) -> None:
         name = type(self).__name__
@@ -85,7 +85,7 @@ class ShardedOptimizer:
             if not isinstance(rule, Rule | Method):
                 raise TypeError(f"{name} needs an update rule such as AdamW(lr=1e-3), got {kind_of(rule)}")
             self.config: ShardingConfiguration = ShardingConfiguration.of(config)
-            check_configuration(name, self.config, self.strategy_class)
+            check_configuration(name, self.config, self.sharding)
             self.axis: Axis = self.config.mesh.data
             self.world: Axis = self.config.mesh.world
             self.state: OptimizerState
@@ -94,8 +94,7 @@ class ShardedOptimizer:
             else:
                 self.state = RuleState(self, rule, self._auxiliary_state())
             same["optimizer"] = name
-        if self.config.reproducible:
-            fix_blas_threads()
+        self.state.settings.fix_threads()
         prepare()  # here, so that the first step does not pay for it
         self.measure_norm = False
         # By folder the ids of the checkpoints that `save_checkpoint` may remove; None: all that are there.
@@ -249,8 +248,7 @@ class ShardedOptimizer:
         """The strategy of checked parameters, which are bound if they are not yet."""
         state = self.state
         strategy = state.strategy if named is state.parameters else self.bind(named)
-        if self.config.reproducible:
-            state.numerics.keep_products()
+        self.settings.keep_products()
         return strategy
 
     def _update_along(self, strategy: Strategy, gradients: Array | None, count: float | None, largest: float) -> None:
@@ -325,7 +323,7 @@ class ShardedOptimizer:
 
     def _level_workers(self) -> None:
         """Bring workers that take steps by themselves to one state; other ranks take all steps together."""
-        if self.strategy_class.workers_differ:
+        if self.sharding.workers_differ:
             self.state.consolidate()
 
     def optimize(

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
 from mpishard.comm.axis import Axis
-from mpishard.comm.capabilities import probe
+from mpishard.comm.collectives import is_faster_in_parts
 from mpishard.data_parallel.ownership import BucketShares, OwnSums
 from mpishard.parameters.buckets import Bucket, BucketMemory
 from mpishard.parameters.reducer import BucketSums, PendingSum, Started
@@ -52,11 +51,6 @@ class Summation(BucketSums):
             gather.wait()
 
 
-# Bytes of a bucket from which DDP's sum of it is a reduce-scatter, and an all-gather when all are done, by MPI library.
-# The non-blocking all-reduce of Open MPI 5 takes up to twice as long as these two, that of MPICH does not.
-IN_PARTS_FROM: dict[str, int] = {"Open MPI": 2**20}
-
-
 class AllReduce(Summation):
     """Every data rank gets the whole sum, in the gradient buffer.  `blocks`: by blocking calls."""
 
@@ -70,19 +64,15 @@ class AllReduce(Summation):
         if self._blocks:
             self._axis.all_reduce(gradient, label="gradients")
             return None
-        if self._is_in_parts(gradient):
+        if is_faster_in_parts(gradient, self._axis.size):
             own, counts = self._shares.in_place(bucket, gradient), self._shares.counts[bucket.index]
             return self._axis.start_reduce_scatter(gradient, own, counts, label="gradients")
         return self._axis.start_all_reduce(gradient, label="gradients")
 
     def finish(self, started: Started) -> None:
         super().finish(started)
-        self._gather([(bucket, gradient) for bucket, gradient, _ in started if self._is_in_parts(gradient)])
-
-    def _is_in_parts(self, gradient: Array) -> bool:
-        """Return True if `start` reduce-scatters a bucket, so that `finish` gathers it, in place of all-reducing it."""
-        least = IN_PARTS_FROM.get(probe().library)
-        return least is not None and gradient.nbytes >= least and not arrays.is_device(gradient) and self._axis.size > 1
+        scattered = [each for each in started if is_faster_in_parts(each[1], self._axis.size)]
+        self._gather([(bucket, gradient) for bucket, gradient, _ in scattered])
 
 
 class ReduceScatter(Summation):

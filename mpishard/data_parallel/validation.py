@@ -13,7 +13,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.strategies import Strategy
+from mpishard.data_parallel.strategies import Sharding, Strategy
 from mpishard.layout.run_state import brief
 from mpishard.minimizers import Method
 from mpishard.optim import Rule
@@ -23,9 +23,9 @@ from mpishard.parameters.reducer import GradientReducer
 Array = Any
 
 
-def check_configuration(what: str, config: ShardingConfiguration, strategy: type[Strategy]) -> None:
+def check_configuration(what: str, config: ShardingConfiguration, sharding: Sharding) -> None:
     """Raise ValueError unless the strategy has all that the configuration asks for; `what` names the optimizer."""
-    if config.compressor is not None and strategy.shards_parameters:
+    if config.compressor is not None and sharding.shards_parameters:
         raise ValueError(
             f"gradient compression is for DDP, ZeRO-1 and ZeRO-2, not for {what}, which sends parameters most of the "
             "time; use one of these, or a configuration with gradient_compressor=None and "
@@ -33,10 +33,10 @@ def check_configuration(what: str, config: ShardingConfiguration, strategy: type
         )
 
 
-def check_method(what: str, method: Method, config: ShardingConfiguration, strategy: type[Strategy]) -> None:
+def check_method(what: str, method: Method, config: ShardingConfiguration, sharding: Sharding) -> None:
     """Raise ValueError unless a method can work with the strategy and the configuration; `what` names the optimizer."""
     name = type(method).__name__
-    if not strategy.divides_state:
+    if not sharding.divides_state:
         raise ValueError(
             f"{what} keeps the whole state on every rank, but {name} divides its vectors over the data axis; use "
             f"as_distributed({name}(...), mesh), which makes a ZeRO1Optimizer"
@@ -54,6 +54,20 @@ def check_method(what: str, method: Method, config: ShardingConfiguration, strat
             raise ValueError(f"{name} needs the gradient of the function as it is, at every step: leave out {setting}")
 
 
+def check_workers(config: ShardingConfiguration) -> None:
+    """Raise ValueError if the configuration asks for what workers that take steps by themselves cannot have."""
+    if config.reproducible:
+        raise ValueError(
+            "reproducible=True gives the same bits on any number of ranks, but what LocalSGDOptimizer comes to "
+            "depends on the number of workers; leave it out, or use DDP or ZeRO"
+        )
+    if not config.auto_sync_gradients:
+        raise ValueError(
+            "auto_sync_gradients=False accumulates gradients until synchronize_optimizer_state, but here every "
+            "step is the worker's own already; leave it out, and accumulate over micro-batches of a step"
+        )
+
+
 def check_replacement(was: Rule, rule: Rule, parameters: FlatParameters | None) -> None:
     """Raise unless `rule` can take the place of the rule `was` of an optimizer, which may have parameters already."""
     if was.own_steps is not rule.own_steps:
@@ -67,7 +81,7 @@ def check_replacement(was: Rule, rule: Rule, parameters: FlatParameters | None) 
         rule.by_shape({spec.name: spec.shape for spec in parameters.specs})  # raises for groups of another model
 
 
-def check_rule_fits(rule: Rule, parameters: FlatParameters, mesh: Mesh, strategy: type[Strategy]) -> None:
+def check_rule_fits(rule: Rule, parameters: FlatParameters, mesh: Mesh, sharding: Sharding) -> None:
     """Raise ValueError unless the strategy can take steps of the rule with these parameters."""
     rule.by_shape({spec.name: spec.shape for spec in parameters.specs})  # raises for groups of another model
     name = type(rule).__name__
@@ -75,7 +89,7 @@ def check_rule_fits(rule: Rule, parameters: FlatParameters, mesh: Mesh, strategy
         raise ValueError(
             f"{name} takes its steps of whole tensors on the host, and the parameters are on a device; use AdamW there"
         )
-    if rule.whole_tensors and strategy.workers_differ and mesh.data.size < mesh.size:
+    if rule.whole_tensors and sharding.workers_differ and mesh.data.size < mesh.size:
         raise ValueError(
             f"{name} needs whole matrices, and a worker of Local SGD has them divided on the mesh {mesh.sizes}; make "
             "it with tensor=1 and pipeline=1, or use DDP or ZeRO"
@@ -94,12 +108,12 @@ def check_place(parameters: FlatParameters, mesh: Mesh) -> None:
         )
 
 
-def check_layout(parameters: FlatParameters, mesh: Mesh, strategy: type[Strategy]) -> None:
+def check_layout(parameters: FlatParameters, mesh: Mesh, sharding: Sharding) -> None:
     """Raise ValueError unless the strategy can work with these parameters on this mesh."""
     check_place(parameters, mesh)
     if parameters.sharded is None:
         return
-    if not strategy.shards_parameters:
+    if not sharding.shards_parameters:
         raise ValueError(
             "the parameters are sharded (ZeRO-3), but this optimizer needs them whole; use ZeRO3Optimizer (or "
             "zero_stage=3), or make the model without sharded_parameters"
@@ -120,9 +134,9 @@ def check_layout_dependence(parameters: FlatParameters, config: ShardingConfigur
         )
 
 
-def check_same_model(was: FlatParameters, parameters: FlatParameters, strategy: type[Strategy]) -> None:
+def check_same_model(was: FlatParameters, parameters: FlatParameters, sharding: Sharding) -> None:
     """Raise ValueError unless the state for the parameters `was` also fits these parameters."""
-    ours, theirs = ((p.specs, p.dtype, p.units, strategy.fitting(p)) for p in (was, parameters))
+    ours, theirs = ((p.specs, p.dtype, p.units, sharding.fitting(p)) for p in (was, parameters))
     if ours != theirs:
         raise ValueError(
             f"this optimizer has state for {was.description}, but was given {parameters.description}; "

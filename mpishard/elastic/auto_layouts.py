@@ -16,7 +16,7 @@ from mpishard.estimate.estimates import estimate
 from mpishard.estimate.layouts import Layout, layouts
 from mpishard.estimate.profile import TYPICAL, MachineProfile
 from mpishard.estimate.sizes import Workload
-from mpishard.nn.architecture import MODEL, architecture_of
+from mpishard.nn.model_facts import MODEL, architecture_of
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.objective import Objective
 
@@ -82,9 +82,7 @@ class AutoLayouts:
                 "OptimizationProblem.for_model; for other models give a list of meshes, or a function of the number of "
                 "ranks"
             )
-        config = optimizer.config
-        strategy = optimizer.strategy_class
-        stage = 3 if strategy.shards_parameters else 2 if strategy.gradients_on_demand else int(strategy.divides_state)
+        config, stage = optimizer.config, optimizer.sharding.stage
         workload = Workload(
             itemsize=start.dtype.itemsize,
             slots=len(optimizer.state.slot_names),

@@ -5,12 +5,12 @@ Collective over the survivors. Who heals and who starts again is decided in `mpi
 
 from __future__ import annotations
 
-from mpishard.comm.supervisor_reports import note_healed
+from mpishard.comm.supervisor_reports import tell
 from mpishard.elastic.membership import Order
 from mpishard.elastic.resizing import ElasticRun
 from mpishard.elastic.transactions import RunStatus, Survivor
 from mpishard.io import log
-from mpishard.launch.job_notes import RunLost
+from mpishard.launch.job_notes import JobNotes, RunLost
 
 
 class Healing:
@@ -29,7 +29,7 @@ class Healing:
         membership, transactions, target = run.membership, run.transactions, run.options.target
         before = membership.roles.identities
         # At once, since a supervisor then gives the run its time to heal; again when it is known what is left.
-        note_healed(membership.roles.size, transactions.status.committed_step)
+        tell(JobNotes.note_healed, membership.roles.size, transactions.status.committed_step)
         run.worker_mesh.revoke()
         run.training.optimizer.state.abandon()
         membership.revoke()
@@ -46,7 +46,7 @@ class Healing:
         if transactions.has_state:
             transactions.adopt(newest)
         step = newest.committed_step
-        note_healed(membership.roles.size, step)
+        tell(JobNotes.note_healed, membership.roles.size, step)
         lost = [str(who) for who in before if who not in membership.roles.identities]
         if membership.rank == 0:
             log.warn(f"lost {_names(lost)}; {membership.roles.workers} workers continue from step {step}")

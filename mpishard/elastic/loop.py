@@ -31,6 +31,7 @@ from mpishard.elastic.resizing import Decisions, ElasticOptions, ElasticRun, Res
 from mpishard.elastic.transactions import Agreements, RunStatus, Transactions
 from mpishard.io import log
 from mpishard.layout.tensors import WHOLE
+from mpishard.record.audits import PUT_OUT, STOPPED
 from mpishard.training import Scaling
 from mpishard.training.audit import REPLICAS, WrongPart, compare_replicas
 from mpishard.training.objective import Objective, RunOptions
@@ -162,7 +163,7 @@ class ElasticLoop:
             began = time.perf_counter()
             try:
                 if self._run.options.audit == REPLICAS:
-                    compare_replicas(training.optimizer)
+                    compare_replicas(training.optimizer, training.report.audit_found)
                 outcome = transactions.take_step()
             except WrongPart as found:
                 return self._put_out(found)
@@ -250,12 +251,11 @@ class ElasticLoop:
         """
         run = self._run
         run.transactions.rollback()
-        if found.facts is not None:
-            run.training.report.wrong_part(found.facts)
         if found.ranks:
             run.decisions.put_out(found.ranks)
-        able, least = run.membership.roles.able, run.options.target.min_workers
-        if not found.ranks or able < least:
+        stops = not found.ranks or run.membership.roles.able < run.options.target.min_workers
+        run.training.report.audit_found({**found.facts, "outcome": STOPPED if stops else PUT_OUT})
+        if stops:
             run.training.deferred_error.error = found
             run.training.deferred_error.raise_on_all()
         if run.membership.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -27,12 +28,12 @@ from mpishard.elastic.requests import ResizeRequests, WorkerTarget
 from mpishard.elastic.resizing import ElasticOptions
 from mpishard.launch.job_notes import JobNotes
 from mpishard.minimizers import Method
-from mpishard.nn.architecture import MODEL, architecture_of
+from mpishard.nn.model_facts import MODEL, architecture_of
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.record import RunRecord
 from mpishard.training import OptimizationProblem, Scaling
-from mpishard.training.audit import REPLICAS
+from mpishard.training.audit import LEAST_SHARE, REPLICAS
 from mpishard.training.objective import Objective
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class MeshLimits:
         self._keeps_tensor = same_bits and isinstance(start, FlatParameters) and start.sums_by_mpi
         architecture = problem.facts.get(MODEL)
         self._architecture = None if architecture is None else architecture_of(architecture)
+        self._optimizer = optimizer
+        self._first = weakref.ref(start) if isinstance(start, FlatParameters) else None  # a later mesh has others
 
     def __call__(self, sizes: MeshSizes) -> str:
         """The reason, in words; empty if the mesh is possible."""
@@ -59,11 +62,15 @@ class MeshLimits:
             return f"batch_size={self._batch_size} gives some of {sizes.data} data ranks no sample"
         if not self._is_model and sizes.ranks > sizes.data:
             return "a function of a flat array cannot be split over tensor or pipeline ranks"
-        if self._architecture is not None:
-            try:
+        parameters = self._optimizer.parameters or (None if self._first is None else self._first())
+        carried = None if parameters is None else parameters.carried
+        try:
+            if self._architecture is not None:
                 self._architecture.check(sizes.tensor, sizes.pipeline)
-            except ValueError as error:
-                return str(error)
+            if carried is not None:
+                carried.check_split(sizes.tensor, sizes.pipeline)
+        except ValueError as error:
+            return str(error)
         if self._keeps_tensor and sizes.tensor != self._tensor:
             return (
                 f"with reproducible=True a model without shards keeps its tensor size of {self._tensor}, since "
@@ -125,7 +132,7 @@ class ElasticOptimizer:
         that the ranks of `mesh.tensor` share: called on all workers, also those that have joined, after these
         communicators were made anew, before the next step.  It may communicate.
     audit : float or "replicas", optional
-        Finds a worker that computes wrongly.  A number above 0, at most 1: the share of the micro-batches that a second
+        Finds a worker that computes wrongly.  A number from 1e-9 to 1: the share of the micro-batches that a second
         worker computes too, drawn anew in each step.  Where the bits differ all workers compute that micro-batch.  Who
         is not with the majority is named, with host and step, and works no more; the others take the step again.  For
         DDP and ZeRO-1 with ``reproducible=True`` on a data axis alone.  "replicas": every 10 steps parameters, and
@@ -161,7 +168,8 @@ class ElasticOptimizer:
     checkpoint.  With ``reproducible=True`` the run has the same bits whatever happens to its workers.
 
     With fewer workers each computes more of a batch.  ``micro_batch_size`` of the problem limits how much a worker
-    computes at a time, and so its memory.
+    computes at a time, and so its memory.  All ranks agree on every step, also between the averages of Local SGD.  A
+    death may lose what compression has left out of gradients until then.
     """
 
     scaling: str
@@ -242,7 +250,7 @@ class ElasticOptimizer:
                 )
             named = audit is None or audit == REPLICAS
             self.audit: float | str | None = (
-                audit if named else number("audit", audit, above=0, most=1, otherwise=f"{REPLICAS!r}")
+                audit if named else number("audit", audit, least=LEAST_SHARE, most=1, otherwise=f"{REPLICAS!r}")
             )
             if self._choice is not None and audit is not None:
                 raise ValueError("audit= is for workers of one rank, layouts= for other meshes; leave one out")
@@ -430,6 +438,7 @@ class ElasticOptimizer:
             joins = is_joining()
             if joins:  # it waits for the run while the loop is made; others have the time limit there
                 stack.enter_context(requests.signals)
+            # It only makes the loop, so that no frame keeps the problem while that runs.
             loop: Any = problem.minimize(
                 self.optimizer,
                 callback=callback,
@@ -439,7 +448,7 @@ class ElasticOptimizer:
                 record=record,
                 evaluate=evaluate,
                 stop_early=stop_early,
-                loop=partial(_Prepared, elastic_options),
+                loop=partial(ElasticLoop, elastic_options),
             )
             del problem  # or the first model would stay in memory when the run has another mesh
             if not joins:  # not before: a rank that waits in MPI cannot handle a signal, and would not end by it
@@ -502,13 +511,3 @@ def _mesh_of(optimizer: Any, config: Any) -> Mesh:
     if config is None:
         raise TypeError("ElasticOptimizer of a rule needs a Mesh or a ShardingConfiguration")
     return mesh_of(config)
-
-
-class _Prepared:
-    """Gives the loop out instead of running it, so that no caller's frame keeps the problem."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self._loop = ElasticLoop(*arguments)
-
-    def run(self) -> Any:
-        return self._loop

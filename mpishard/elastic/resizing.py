@@ -330,7 +330,7 @@ class Resizing:
             "measures (stage_costs)",
         )
         agree_on_gemm_libraries(self._run.membership.axis)
-        numerics = training.optimizer.state.numerics
+        numerics = training.optimizer.settings.numerics
         if training.optimizer.steps == 0:  # of those that have joined, which were in a mesh of their own before
             numerics.note_products()
         numerics.agree(training.optimizer.config, self._run.membership.axis, places=not chooses)
@@ -388,6 +388,8 @@ class Resizing:
             with mesh.without_initial_values():
                 problem = build(mesh)
             training.rebuild(problem)
+            if parameters.carried is not None:
+                parameters.carried.release()
 
     def _reshard(self, source: RunState | None, empty: RunState | None) -> ResizeMetadata:
         """Move the committed state into the `empty` states of the new workers; returns its metadata.

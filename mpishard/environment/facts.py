@@ -33,13 +33,11 @@ from mpishard.comm.capabilities import (
 )
 from mpishard.launch.detection import Launch, launches
 from mpishard.launch.launchers import Launcher, find_launcher
+from mpishard.version import CUPY_PACKAGES, versions
 from mpishard.version import installed as installed_packages
-from mpishard.version import versions
 
 # Facts about the GPUs of a process: asked of the driver and of installed packages, without importing CuPy.
 
-# CuPy's packages, all with the same files: by name the major version of CUDA, empty of one that pip has built.
-_CUPY = {"cupy-cuda13x": "13", "cupy-cuda12x": "12", "cupy-cuda11x": "11", "cupy": ""}
 _NAME_BYTES = 256
 
 
@@ -81,12 +79,12 @@ def collect_devices(count: int, rank_of_node: int, claims_device_buffers: bool) 
     if not count:
         return Devices()
     gpus, driver = gpus_of_driver()
-    packages = tuple(installed_packages({name: [name] for name in _CUPY}))
+    packages = tuple(installed_packages({name: [name] for name in CUPY_PACKAGES}))
     return Devices(
         gpu_list=gpus,
         gpu_of_rank=rank_of_node % count,
         driver_cuda=driver,
-        cupy_cuda=_CUPY[packages[0]] if packages else "",
+        cupy_cuda=packages[0].partition("cuda")[2].rstrip("x") if packages else "",
         device_libraries=device_libraries(),
         claims_device_buffers=claims_device_buffers,
         cupy_packages=packages,

@@ -4,15 +4,16 @@ Input: the user's function, residuals or operator, a start, bounds, and perhaps 
 Output: a result with the fields of SciPy, the same on any number of ranks.
 
 Read ``minimization`` first, and ``loop``, then ``reverse_communication``, the minimisation in it, ``mesh_run``, the
-ranks of a mesh, and ``functions``, with ``trees``, what users give; ``result`` is what they get, and the options by
-SciPy's names; ``inverse_hessian`` is a part of the result; ``finite_differences`` are for functions without a gradient.
-Beside it: ``sum_of_squares`` and ``residuals``, least squares, ``linear_problems``, linear ones, ``operators``, the
-matrices of both, whose rows are on ranks, ``iteration_files``, their checkpoints, and ``fit_covariance``, the errors of
-a fit; ``laplace_approximation``, with ``priors``, ``grid_prior`` and ``posterior``; ``elastic_minimization``;
-``multipliers``, ``augmented_function`` and ``scipy_constraints``, constraints; ``ensemble`` and ``parameter_choice``,
-many runs; ``regularization``, terms, and ``l1``, ``total_variation`` and ``group_norms``, those without a gradient,
-``nonsmooth``, what these share, ``added_terms``, functions with terms, and ``time_steps``, a part of such functions;
-``gradient_check``, with ``taylor``, and ``adjoint_check``, tests of them; and ``pictures``.
+ranks of a mesh, ``run_files``, their checkpoints, and ``functions``, with ``trees``, what users give; ``result`` is
+what they get, and the options by SciPy's names; ``run_arguments`` are the ranks and files of a call;
+``inverse_hessian`` is a part of the result; ``finite_differences`` are for functions without a gradient.  Beside it:
+``sum_of_squares``, with ``least_squares_settings``, and ``residuals``, least squares, ``linear_problems``, linear ones,
+``operators``, the matrices of both, whose rows are on ranks, ``iteration_files``, their checkpoints, and
+``fit_covariance``, the errors of a fit; ``laplace_approximation``, with ``priors``, ``grid_prior`` and ``posterior``;
+``elastic_minimization``; ``multipliers``, ``augmented_function`` and ``scipy_constraints``, constraints; ``ensemble``
+and ``parameter_choice``, many runs; ``regularization``, terms, and ``l1``, ``total_variation`` and ``group_norms``,
+those without a gradient, ``nonsmooth``, what these share, ``added_terms``, functions with terms, and ``time_steps``, a
+part of such functions; ``gradient_check``, with ``taylor``, and ``adjoint_check``, tests of them; and ``pictures``.
 
 A name's module is imported when it is first asked for: without a mesh `minimize`, `least_squares` and `lsqr` do without
 MPI.

@@ -11,12 +11,12 @@ import numpy as np
 from mpishard.arguments import shown
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import OneRank, raised_on_all
-from mpishard.inverse.functions import Attempts, Functions, Together, sum_of_values
+from mpishard.inverse.functions import Attempts, Functions, sum_of_values
 from mpishard.inverse.unknowns import Unknowns, copy_of_point
 from mpishard.minimizers.method import Progress
 
 if TYPE_CHECKING:
-    from mpishard.comm.axis import Axis
+    from mpishard.comm.axis import Axis, ModelParallelGroup
 
 Array = Any
 _LARGEST_MULTIPLIER = 1e16  # with which a minimisation begins: they stay bounded where none exist
@@ -99,7 +99,7 @@ class AugmentedFunction:
     def begin(
         self,
         progress: Callable[[], Progress],
-        together: Together,
+        together: Axis | ModelParallelGroup | OneRank,
         multipliers: Any,
         penalty: float | None,
         retries: int,

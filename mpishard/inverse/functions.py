@@ -7,20 +7,20 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpishard.arguments import returned, shown
 from mpishard.backend import array as arrays
-from mpishard.backend.sparse_rows import SparseRows
+from mpishard.backend.sparse_rows import product_with
 from mpishard.comm.errors import OneRank, known_to_all, raised_on_all
 from mpishard.inverse.result import OptimizeResult
 from mpishard.inverse.trees import is_tree, tree_of
 from mpishard.inverse.unknowns import Unknowns, copy_of_point, has_names
 
 if TYPE_CHECKING:
-    from mpishard.comm.axis import Axis
+    from mpishard.comm.axis import Axis, ModelParallelGroup
     from mpishard.minimizers.method import Minimizer
 
 Array = Any
@@ -192,26 +192,23 @@ class Hessian:
     @staticmethod
     def _matrix(found: Any, flat: Array) -> Callable[[Array], Array]:
         """The operator that multiplies a vector by a result of the user's function."""
-        device = arrays.is_device(flat)
-        if not (device or hasattr(found, "tocsr") or hasattr(found, "matvec")):
+        if not (hasattr(found, "tocsr") or hasattr(found, "matvec")):
             try:
-                found = np.atleast_2d(np.asarray(found))
+                found = np.asarray(found, like=flat)
                 numeric = found.dtype.kind in "biuf"
             except (TypeError, ValueError):
                 numeric = False
             if not numeric:
                 raise TypeError(f"hess must return a matrix, a sparse matrix or an operator, got {shown(found)}")
+            found = found if found.ndim > 1 else found.reshape(1, -1)
         shape = tuple(getattr(found, "shape", ()))
         if shape != (flat.size, flat.size):
             raise ValueError(
                 f"hess returned the shape {shape}, but x0 has {flat.size} elements; return a square matrix"
             )
-        if device:
-            return lambda vector: found @ vector
-        if isinstance(found, np.ndarray) or hasattr(found, "tocsr"):
-            rows = SparseRows.of(found)  # whose products have the same bits on any number of threads
-            return lambda vector: rows.times(np.ascontiguousarray(vector, np.float64))
-        return lambda vector: np.asarray(found.matvec(vector)).reshape(-1)
+        if hasattr(found, "matvec") and not hasattr(found, "tocsr"):
+            return lambda vector: arrays.as_array(found.matvec(vector)).reshape(-1)
+        return product_with(found, flat)
 
 
 def digits_of(vector: Any) -> int:
@@ -318,12 +315,6 @@ def on_any(world: Axis | OneRank, flag: bool) -> bool:
     return bool(world.all_reduce(np.array([flag], np.int64), op="max", label="control")[0])
 
 
-class Together(Protocol):
-    """Ranks that call a user's function together: an axis, the ranks of one model, or this rank alone."""
-
-    def all_reduce(self, buffer: Array, *, op: str = "sum", label: str = "") -> Array: ...
-
-
 class Attempt(NamedTuple):
     """What the last call of a user's function has come to."""
 
@@ -339,7 +330,7 @@ class Attempts:
     or with retries, each call is collective over them; `retries` are the same on all.
     """
 
-    def __init__(self, ranks: Together, retries: int, agrees: bool = False) -> None:
+    def __init__(self, ranks: Axis | ModelParallelGroup | OneRank, retries: int, agrees: bool = False) -> None:
         self._ranks, self._agrees = ranks, agrees or retries > 0
         self.retries = retries
 

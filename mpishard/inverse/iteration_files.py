@@ -10,7 +10,7 @@ import numpy as np
 
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.supervisor_reports import take_restart
-from mpishard.inverse.mesh_run import LOOP_NUMBERS, report_resumed
+from mpishard.inverse.run_files import LOOP_NUMBERS, report_resumed
 from mpishard.io import log
 from mpishard.launch.exit_codes import note_run
 from mpishard.layout.run_state import PARAMETERS, RunState, Shard, brief

@@ -84,9 +84,7 @@ class L1(NonsmoothTerm):
         return float((weights * distances).sum())
 
     @classmethod
-    def _options(
-        cls, terms: Sequence[Any], unknowns: Unknowns, mesh: Any, is_elastic: bool
-    ) -> tuple[dict[str, Any], str]:
+    def _options(cls, terms: Sequence[Any], unknowns: Unknowns, mesh: Any) -> tuple[dict[str, Any], str]:
         option: Any = _elements(terms, unknowns)
         if unknowns.is_split or unknowns.is_cut_by_application:
             option = OfThisRank(option, _specs(unknowns), unknowns.arranged)

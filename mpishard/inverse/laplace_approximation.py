@@ -14,11 +14,11 @@ from mpishard.backend import array as arrays
 from mpishard.backend.random import normal_at
 from mpishard.comm.errors import raised_on_all
 from mpishard.inverse.functions import Callback, Functions, opening, world_of
-from mpishard.inverse.loop import elastic_options, files_given, run_loop
-from mpishard.inverse.posterior import LaplacePosterior, Ranks
+from mpishard.inverse.minimization import solve
+from mpishard.inverse.posterior import LaplacePosterior
 from mpishard.inverse.priors import Prior, numbers_of
 from mpishard.inverse.result import LoopOptions
-from mpishard.inverse.reverse_communication import ReverseCommunication
+from mpishard.inverse.run_arguments import elastic_options, files_given
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.minimizers.double_pass import DoublePass
 from mpishard.minimizers.elements import applied
@@ -173,19 +173,19 @@ def laplace(
         power_iterations=options.power_iterations,
         seed=options.seed,
     )
-    loop, callback = LoopOptions(), Callback(None)
-    ranks: Ranks
-    if workers is not None and mesh is not None:
-        from mpishard.inverse.elastic_minimization import ElasticMinimization
-
-        ranks = run = ElasticMinimization(
-            functions, unknowns, method, mesh, workers.samples, reduction, workers.options, callback, loop
-        )
-        ended = run.run(checkpoints, resume, record)
-    else:
-        optimizer = ReverseCommunication(method, unknowns, mesh=mesh, reduction=reduction)
-        ranks = optimizer.run
-        ended = run_loop(optimizer, functions, unknowns, callback, loop, checkpoints, resume, record)
+    ended = solve(
+        functions,
+        method,
+        unknowns,
+        Callback(None),
+        LoopOptions(),
+        mesh=mesh,
+        reduction=reduction,
+        elastic=workers,
+        checkpoints=checkpoints,
+        resume=resume,
+        record=record,
+    )
     if ended.reason == "signal":
         raise KeyboardInterrupt(
             f"laplace was stopped after {ended.progress.products} of up to {method.most_products} products"
@@ -197,7 +197,7 @@ def laplace(
         )
     if ended.reason != "rank":
         raise ValueError(f"laplace {ended.result.message}")
-    return LaplacePosterior(ended.result.x, prior, unknowns, ranks, mesh)
+    return LaplacePosterior(ended.result.x, prior, unknowns, ended.ranks, mesh)
 
 
 def _check_operators(operators: Mapping[str, Callable[[Array], Array]], unknowns: Unknowns, mesh: Mesh) -> None:

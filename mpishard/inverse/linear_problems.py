@@ -13,9 +13,9 @@ import numpy as np
 from mpishard.arguments import flag, integer, number, shown
 from mpishard.comm.errors import OneRank
 from mpishard.inverse.functions import Callback, Watch, on_any, opening, world_of
-from mpishard.inverse.loop import files_given
 from mpishard.inverse.operators import MatrixOnRanks, OwnRows, RankSpace, check_shape, is_operator
 from mpishard.inverse.result import OptimizeResult, count_of
+from mpishard.inverse.run_arguments import files_given
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.io import log
 from mpishard.launch.signals import Interrupts

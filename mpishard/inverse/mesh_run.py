@@ -1,44 +1,36 @@
-"""A minimisation on the ranks of a mesh, which divide the vectors of the method; its checkpoints and its record."""
+"""A minimisation on the ranks of a mesh, which divide the vectors of the method."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import xxhash
 
-from mpishard.arguments import flag, shown
+from mpishard.arguments import shown
 from mpishard.backend import array as arrays
 from mpishard.backend.exact import largest
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
-from mpishard.comm.supervisor_reports import take_restart
 from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
 from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
-from mpishard.inverse.functions import EvaluationFailed, Together, digits_of, failure_in_words, on_any, sum_of_values
+from mpishard.inverse.functions import EvaluationFailed, digits_of, failure_in_words, on_any, sum_of_values
 from mpishard.inverse.unknowns import Unknowns
-from mpishard.io import log
-from mpishard.launch.exit_codes import note_run
 from mpishard.launch.job_notes import ECHO
 from mpishard.launch.signals import Interrupts
 from mpishard.layout.run_state import brief
 from mpishard.layout.tensors import ParameterSpec, Piece
-from mpishard.minimizers.least_squares import SAME_FUNCTION
 from mpishard.minimizers.method import Method, Minimizer, Wanted
 from mpishard.parameters.flat import FlatParameters
-from mpishard.record import RunRecord
 
 Array = Any
 _HOW_TO_SUM = "say reduction='sum'"
-_START = "start.json"  # the fact about the start
-LOOP_NUMBERS = "least_squares.json"  # the fact about methods with a loop of their own, of which the first was this one
-_OUTER = "augmented_lagrangian.json"  # the fact about a loop of minimisations
 
 
 def parameters_of(unknowns: Unknowns) -> FlatParameters:
@@ -91,7 +83,7 @@ class MeshRanks:
         self._state = state
         self._comparison = Comparison(mesh, parameters, self._sums)
         # The ranks of which a function may be collective: of parts of a sum those that share a field, else all.
-        self.together: Together = self.world
+        self.together: Axis | ModelParallelGroup = self.world
         if self._sums:
             self.together = ModelParallelGroup(mesh.tensor, mesh.pipeline, mesh.rank)
 
@@ -358,204 +350,3 @@ def digest(*vectors: Array) -> int:
     for vector in vectors:
         hasher.update(np.ascontiguousarray(arrays.to_host(vector)).data)
     return hasher.intdigest() >> 2
-
-
-# The files of a minimisation: checkpoints, from which it resumes, and its record.
-
-
-def check_files(checkpoints: Any, resume: Any, record: Any, mesh: Mesh) -> None:
-    """Raise TypeError or ValueError if an argument is no file of a minimisation on this mesh."""
-    if flag("resume", resume) and checkpoints is None:
-        raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")
-    if not (checkpoints is None or hasattr(checkpoints, "due")):
-        raise TypeError(f"checkpoints={shown(checkpoints)} must be Checkpoints(folder, mesh)")
-    if checkpoints is not None and checkpoints.mesh.world is not mesh.world:
-        raise ValueError("the checkpoints are of another mesh; make them with the mesh of minimize")
-    if not (record is None or isinstance(record, RunRecord)):
-        raise TypeError(f"record={shown(record)} must be RunRecord(folder, mesh)")
-    if record is not None and record.mesh.ledger is not mesh.ledger:
-        raise ValueError("the record is of another mesh; make it with the mesh of minimize")
-
-
-class OuterState(Protocol):
-    """What a loop of minimisations saves with the one under way, as facts of a checkpoint."""
-
-    def facts(self) -> dict[str, Any]:
-        """Facts with other names than those of a minimisation. Collective."""
-
-    def check(self, facts: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the loop can continue from these."""
-
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        """Continue from these."""
-
-
-class RunFiles:
-    """Saves a minimisation after evaluations, and records them. Collective over the mesh, its creation too.
-
-    It saves as often as ``checkpoints.every`` says, and at the end. Its arguments have passed `check_files`, and all
-    ranks have given them. `outer` is of the loop whose minimisation this is, if there is one. Raises ValueError on all
-    ranks if the checkpoint is of another minimisation, OSError if a folder cannot be used.
-    """
-
-    def __init__(
-        self,
-        ranks: MeshRanks,
-        checkpoints: Any,
-        resume: bool,
-        record: RunRecord | None,
-        outer: OuterState | None = None,
-    ) -> None:
-        self._ranks = ranks
-        self._outer = outer
-        self._optimizer = ranks.optimizer
-        self._began = ranks.optimizer.clock  # above 0 where the optimizer has begun again
-        self._checkpoints = checkpoints
-        self._record = record
-        self._start = self._norm_of_start()
-        self._value = math.nan  # at the best iterate of the checkpoint
-        # The checkpoint may be of another function: the run had ended, or began elsewhere.
-        self.needs_check: bool = False
-        if checkpoints is not None:
-            checkpoints.rehearse()
-            if resume:
-                self._resume()
-        if ranks.mesh.rank == 0 and not resume and not self._optimizer.clock and take_restart():
-            call = ranks.minimizer.method.call
-            log.warn(f"this job was started again, and {call} begins from x0 again; {self._how_to_resume}")
-        if record is not None:
-            parameters = ranks.parameters
-            record.begin(
-                {
-                    "optimizer": ranks.minimizer.method.call,
-                    "rule": self._optimizer.rule.configuration(),
-                    "configuration": self._optimizer.config,
-                    "parameters": sum(spec.size for spec in parameters.specs),
-                    "dtype": str(parameters.dtype),
-                    "resumed_steps": self._steps,
-                    "checkpoints": None if checkpoints is None else str(checkpoints.folder),
-                },
-                stage=True,
-            )
-
-    def _resume(self) -> None:
-        state = self._optimizer.state
-        found = self._checkpoints.load(state.capture(), check=self._check)
-        if found is not None:
-            state.report_changes(found.facts)
-            state.restore(found.facts)
-            if self._outer is not None:
-                self._outer.restore(found.facts)
-            report_resumed(found, self._checkpoints)
-            saved = found.facts["minimizer.json"]
-            self._value = float(saved["progress"]["value"])
-            begun = found.facts.get(_START, {}).get("norm", self._start)
-            elsewhere = bool(saved["stop_reason"]) or begun != self._start or self._outer is not None
-            self.needs_check = not math.isnan(self._value) and elsewhere
-
-    def _check(self, facts: Mapping[str, Any]) -> None:
-        """Raise ValueError unless these are the facts of a checkpoint of this minimisation."""
-        if isinstance(numbers := facts.get(LOOP_NUMBERS), Mapping):
-            raise ValueError(
-                f"the checkpoint in {self._checkpoints.folder} is of {brief(numbers.get('method'))}, and this is "
-                f"{self._call}; give each its own folder, or resume=False"
-            )
-        self._optimizer.state.check(facts)
-        if self._outer is not None:
-            self._outer.check(facts)
-        else:
-            expect_no_constraints(facts, self._checkpoints.folder)
-
-    @property
-    def _steps(self) -> int:
-        """The evaluations of this minimisation, with those before a resume."""
-        return self._optimizer.clock - self._began
-
-    @property
-    def _call(self) -> str:
-        """The public function whose run this is."""
-        return self._ranks.minimizer.method.call if self._outer is None else "augmented_lagrangian"
-
-    @property
-    def _how_to_resume(self) -> str:
-        """A sentence on how to continue."""
-        if self._checkpoints is None:
-            return "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can resume"
-        return f"{self._call}(..., resume=True) resumes from the checkpoint in {self._checkpoints.folder}"
-
-    def _norm_of_start(self) -> float:
-        """The 2-norm of the start, which identifies it on any number of ranks. Collective over the mesh."""
-        minimizer = self._ranks.minimizer
-        (top,) = minimizer.space.largest(minimizer.point)
-        (square,) = minimizer.space.dots([(minimizer.point, minimizer.point)], [top * top])
-        return math.sqrt(square)
-
-    def check_function(self, value: float, gradient: Any, problem: BaseException | None) -> None:
-        """Raise ValueError unless the resumed minimisation is of the function at hand.
-
-        This rank's `value` and `gradient` are at the best iterate of the checkpoint.
-        """
-        saved, self.needs_check = self._value, False
-        found = self._ranks.combined("the gradient", value, gradient, problem)
-        assert found is not None
-        minimizer = self._ranks.minimizer
-        value = found[1] + minimizer.added_at(minimizer.best)
-        if not abs(value - saved) <= SAME_FUNCTION * max(abs(value), abs(saved)):
-            raise ValueError(
-                f"the checkpoint in {self._checkpoints.folder} is of another function: its best iterate had the value "
-                f"{saved:.12g}, and this function is {value:.12g} there; give each function its own folder, or "
-                "resume=False"
-            )
-
-    def evaluated(self, ended: bool) -> None:
-        """Record an evaluation or a product, and save if that is due. The parameters are the next point.
-
-        If the minimisation has `ended`, `end` saves.
-        """
-        progress, steps = self._ranks.minimizer.progress, self._steps
-        if self._record is not None:
-            self._record.step(
-                steps,
-                loss=self._ranks.value,
-                learning_rate=progress.step_length,
-                gradient_norm=progress.projected_norm,
-                iteration=progress.iterations,
-                accepted_loss=progress.value,
-            )
-        if not ended and self._checkpoints is not None and self._checkpoints.due(steps):
-            self._save()
-
-    def end(self, reason: str) -> None:
-        """Save at the end, and record its reason: as for the result, or "signal" after Ctrl-C."""
-        if self._checkpoints is not None:
-            self._save()
-            self._checkpoints.wait()
-        hint = self._how_to_resume if reason == "signal" else ""
-        if hint and self._ranks.mesh.rank == 0:
-            log.inform(f"stopped after step {self._steps}; {hint}")
-        if self._record is not None:
-            self._record.end(self._steps, reason, hint)
-        note_run(stopped=reason == "signal")
-
-    def _save(self) -> None:
-        if self._record is not None:
-            self._record.flush()  # no later run repeats the evaluations before a checkpoint
-        self._ranks.publish(self._ranks.minimizer.point)
-        self._optimizer.state.consolidate()
-        outer = {} if self._outer is None else self._outer.facts()
-        self._checkpoints.save(self._optimizer.state.capture().with_facts({_START: {"norm": self._start}, **outer}))
-
-
-def expect_no_constraints(facts: Mapping[str, Any], folder: Any) -> None:
-    """Raise ValueError if the facts of the checkpoint in a folder are of a minimisation under constraints."""
-    if _OUTER in facts:
-        raise ValueError(
-            f"the checkpoint in {folder} is of augmented_lagrangian, and this is a minimisation without constraints; "
-            "give each its own folder, or resume=False"
-        )
-
-
-def report_resumed(found: Any, checkpoints: Any) -> None:
-    """Say on the first rank from which checkpoint a minimisation resumes."""
-    if checkpoints.mesh.rank == 0:
-        log.inform(f"resumes from step {found.facts['step']} of {checkpoints.folder}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpishard.arguments import shown
 from mpishard.inverse.finite_differences import FiniteDifferences
 from mpishard.inverse.functions import Callback, Functions, opening
-from mpishard.inverse.loop import ElasticArguments, elastic_options, files_given, run_loop
+from mpishard.inverse.loop import run_loop
 from mpishard.inverse.multipliers import augmented_lagrangian
 from mpishard.inverse.result import (
     LoopOptions,
@@ -19,6 +19,7 @@ from mpishard.inverse.result import (
     reject_keywords,
 )
 from mpishard.inverse.reverse_communication import ReverseCommunication
+from mpishard.inverse.run_arguments import ElasticArguments, elastic_options, files_given
 from mpishard.inverse.scipy_constraints import ScipyConstraints
 from mpishard.inverse.unknowns import Unknowns, copy_of_point
 from mpishard.minimizers.method import Method
@@ -203,7 +204,7 @@ def minimize(
         unknowns = Unknowns(x0)
         workers = elastic_options(elastic, samples, reduction, mesh, unknowns)
         if functions.differences is not None:
-            _check_differences(functions, unknowns, workers is not None, mesh)
+            _check_differences(functions, unknowns, mesh)
         if hess is not None and unknowns.is_split:
             raise ValueError(
                 "hess= needs all elements of x0, which is split over ranks; give hessp= of this rank's part"
@@ -213,13 +214,18 @@ def minimize(
         if functions.nonsmooth:
             from mpishard.inverse.nonsmooth import options_of_terms  # with MPI, as the terms
 
-            found, same["terms"] = options_of_terms(functions.nonsmooth, unknowns, mesh, workers is not None)
+            found, same["terms"] = options_of_terms(functions.nonsmooth, unknowns, mesh)
             about |= found
         chosen, loop = make_method(method, options, tol, unknowns.total, **about)
         same |= {"method": type(chosen), "reduction": reduction, "samples": samples, "elastic": elastic}
         same |= {"retries": loop.retries, "jac": functions.differences}
         same |= {"hess_inv": loop.hess_inv, "return_all": loop.return_all}
-        _check_more_results(loop, chosen, workers is not None)
+        if workers is not None:
+            _check_elastic(functions, loop, about.get("penalty"))
+        if loop.hess_inv:
+            from mpishard.minimizers.inverses import expect_inverse  # with the methods: only for those who ask
+
+            expect_inverse(chosen)
         if functions.differences is not None and mesh is not None:
             unknowns.held_whole_by(mesh.place)
         same |= files_given(mesh, checkpoints, resume, record)
@@ -310,13 +316,9 @@ def _products_of_lagrangian(
     return {"hessp": hessp, "forward": constraints.forward}
 
 
-def _check_differences(functions: Functions, unknowns: Unknowns, is_elastic: bool, mesh: Mesh | None) -> None:
+def _check_differences(functions: Functions, unknowns: Unknowns, mesh: Mesh | None) -> None:
     """Raise ValueError if a gradient cannot be by finite differences."""
     name = functions.differences
-    if is_elastic:
-        raise ValueError(
-            f"jac={name!r} is for ranks that stay: leave elastic= and samples= out, or let fun return gradients"
-        )
     if functions.has_terms:
         raise ValueError(
             f"jac={name!r} needs a fun that returns the value, and regularized returns (value, gradient): give jac=True"
@@ -326,14 +328,15 @@ def _check_differences(functions: Functions, unknowns: Unknowns, is_elastic: boo
     unknowns.check_differences()
 
 
-def _check_more_results(loop: LoopOptions, method: Method, is_elastic: bool) -> None:
-    """Raise ValueError if the result cannot have what is asked for in addition."""
-    if loop.return_all and is_elastic:
+def _check_elastic(functions: Functions, loop: LoopOptions, penalty: Any) -> None:
+    """Raise ValueError if a part of a call is for ranks that stay."""
+    alone = "is for ranks that stay: leave elastic= and samples= out"
+    if functions.differences is not None:
+        raise ValueError(f"jac={functions.differences!r} {alone}, or let fun return gradients")
+    if penalty is not None and penalty.is_cut:
+        raise ValueError(f"{penalty.kinds} of a Partition {alone}")
+    if loop.return_all:
         raise ValueError("return_all=True is for ranks that stay, with elastic= keep the iterates in callback=")
-    if loop.hess_inv:
-        from mpishard.minimizers.inverses import expect_inverse  # with the methods: only for those who ask
-
-        expect_inverse(method)
 
 
 def solve(

@@ -12,16 +12,17 @@ from mpishard.comm.errors import OneRank
 from mpishard.inverse.augmented_function import AugmentedFunction, Constraints
 from mpishard.inverse.corrections import MULTIPLIERS, NUMBERS, Corrections, Course, Verdict
 from mpishard.inverse.functions import Callback, Functions, Watch, opening, world_of
-from mpishard.inverse.loop import elastic_options, evaluate_until_end, files_given, files_of
+from mpishard.inverse.loop import evaluate_until_end, files_of
 from mpishard.inverse.result import LoopOptions, OptimizeResult, make_method
 from mpishard.inverse.reverse_communication import ReverseCommunication, begin_again, set_tolerance
+from mpishard.inverse.run_arguments import elastic_options, files_given
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.minimizers.method import Method
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
     from mpishard.comm.mesh import Mesh
-    from mpishard.inverse.mesh_run import RunFiles
+    from mpishard.inverse.run_files import RunFiles
     from mpishard.record import RunRecord
 
 Array = Any
@@ -187,7 +188,7 @@ def augmented_lagrangian(
         if functions.nonsmooth:
             from mpishard.inverse.nonsmooth import options_of_terms  # with MPI, as the terms
 
-            found, same["terms"] = options_of_terms(functions.nonsmooth, unknowns, mesh, workers is not None)
+            found, same["terms"] = options_of_terms(functions.nonsmooth, unknowns, mesh)
             if "l1" not in found:
                 kind = type(functions.nonsmooth[0]).__name__
                 raise ValueError(f"{kind} terms do not go with constraints: take a smooth term, or bounds= alone")
@@ -215,13 +216,13 @@ def augmented_lagrangian(
     functions.take_shape(unknowns)
     first = replace(chosen, gtol=corrections.tolerance)
     if workers is not None and mesh is not None:
-        from mpishard.inverse.elastic_multipliers import ElasticOuterLoop
+        from mpishard.inverse.elastic_minimization import ElasticOuterLoop
 
         elastic_run = ElasticOuterLoop(corrections, first, mesh, workers.options, watcher, loop)
         return elastic_run.run(multipliers, first_penalty, checkpoints, resume, record)
     optimizer = ReverseCommunication(first, unknowns, mesh=mesh, reduction=reduction)
     outer = _OuterLoop(corrections, optimizer, loop)
-    outer.begin(files_of(optimizer, checkpoints, resume, record, outer), multipliers, first_penalty)
+    outer.begin(files_of(optimizer, checkpoints, resume, record, corrections), multipliers, first_penalty)
     return outer.run(watcher)
 
 
@@ -230,7 +231,6 @@ class _OuterLoop:
 
     def __init__(self, corrections: Corrections, optimizer: ReverseCommunication, loop: LoopOptions) -> None:
         self._corrections, self._optimizer, self._loop = corrections, optimizer, loop
-        self._saved: Mapping[str, Any] | None = None  # the facts of the checkpoint
         self._files: RunFiles | None = None
 
     def begin(self, files: RunFiles | None, multipliers: Any, penalty: float | None) -> None:
@@ -241,10 +241,10 @@ class _OuterLoop:
         together = optimizer.run.together
         function.begin(lambda: optimizer.progress, together, multipliers, penalty, self._loop.retries)
         corrections.course = replace(corrections.course, penalty=function.penalty)
-        if self._saved is not None:
-            corrections.course = Course(**self._saved[MULTIPLIERS])
+        if files is not None and files.resumed:
+            corrections.course = Course(**files.resumed[MULTIPLIERS])
             function.penalty = corrections.course.penalty
-            function.take_shifts(self._saved[NUMBERS])
+            function.take_shifts(files.resumed[NUMBERS])
             set_tolerance(optimizer, corrections.tolerance)
 
     def run(self, callback: Callback) -> OptimizeResult:
@@ -269,14 +269,3 @@ class _OuterLoop:
         minimizer = optimizer.run.minimizer
         added, gradient = minimizer.added_at(minimizer.best), ended.result["jac"]
         return corrections.result(verdict, ended.progress.projected_norm, added, gradient, ended.result)
-
-    # -- in checkpoints -----------------------------------------------------------------------------------------------
-
-    def facts(self) -> dict[str, Any]:
-        return self._corrections.facts()
-
-    def check(self, facts: Mapping[str, Any]) -> None:
-        self._corrections.check(facts)
-
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        self._saved = facts

@@ -42,15 +42,11 @@ class NonsmoothTerm(ABC):
 
     @classmethod
     @abstractmethod
-    def _options(
-        cls, terms: Sequence[Any], unknowns: Unknowns, mesh: Any, is_elastic: bool
-    ) -> tuple[dict[str, Any], str]:
+    def _options(cls, terms: Sequence[Any], unknowns: Unknowns, mesh: Any) -> tuple[dict[str, Any], str]:
         """`options_of_terms` for terms of this class."""
 
 
-def options_of_terms(
-    terms: Sequence[NonsmoothTerm], unknowns: Unknowns, mesh: Any, is_elastic: bool
-) -> tuple[dict[str, Any], str]:
+def options_of_terms(terms: Sequence[NonsmoothTerm], unknowns: Unknowns, mesh: Any) -> tuple[dict[str, Any], str]:
     """The option ``l1`` or ``penalty`` of a method that has these terms, and what all ranks must have alike of them.
 
     Raises TypeError or ValueError if a term does not fit the unknowns or the others.
@@ -59,7 +55,7 @@ def options_of_terms(
     if len(kinds) > 1:
         names = " and ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"one function has terms {names}: of those without a gradient it may have one kind")
-    return kinds[0]._options(terms, unknowns, mesh, is_elastic)
+    return kinds[0]._options(terms, unknowns, mesh)
 
 
 def forms_of(terms: Sequence[NonsmoothTerm]) -> str:
@@ -76,12 +72,8 @@ class ProximalTerm(NonsmoothTerm):
         """The penalty of terms of this class; `mesh` is that of slabs."""
 
     @classmethod
-    def _options(
-        cls, terms: Sequence[Any], unknowns: Unknowns, mesh: Any, is_elastic: bool
-    ) -> tuple[dict[str, Any], str]:
+    def _options(cls, terms: Sequence[Any], unknowns: Unknowns, mesh: Any) -> tuple[dict[str, Any], str]:
         penalty = cls._penalty(terms, unknowns, mesh)
-        if is_elastic and penalty.is_cut:
-            raise ValueError(f"{penalty.kinds} of a Partition is for ranks that stay: leave elastic= and samples= out")
         return {"penalty": penalty}, forms_of(terms) if penalty.is_cut else text_of(terms)
 
     def value(self, x: Any) -> float:

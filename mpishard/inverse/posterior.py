@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from numbers import Real
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,26 +21,12 @@ from mpishard.minimizers.double_pass import DoublePassMinimizer
 
 if TYPE_CHECKING:
     from mpishard.comm.mesh import Mesh
+    from mpishard.inverse.result import Ranks
     from mpishard.inverse.unknowns import Unknowns
-    from mpishard.minimizers.method import Minimizer
 
 Array = Any
 _ROWS = (1, 2, 3, 5, 10, 20, 30, 50)  # of the eigenvalues that are printed, and these times powers of ten
 _ASYMMETRIC = 1e-3  # of the Hessian in the basis, from which on it is said
-
-
-class Ranks(Protocol):
-    """The ranks of a minimisation, each with its part of the vectors of the method."""
-
-    @property
-    def world(self) -> Any: ...
-
-    @property
-    def minimizer(self) -> Minimizer: ...
-
-    def gather(self, vector: Array) -> Array: ...
-
-    def own(self, given: Array) -> Array: ...
 
 
 class LaplacePosterior:

@@ -308,7 +308,7 @@ def exact_products(columns: Array, unknowns: int, world: Axis | OneRank) -> Exac
 
 
 class Rows:
-    """The residuals of all ranks, each of which has its own rows: `Residuals` of a method for few unknowns."""
+    """The residuals of all ranks, each of which has its own rows, for a method for few unknowns."""
 
     def __init__(self, functions: ResidualFunctions, loss: Loss, world: Axis | OneRank) -> None:
         self._functions, self._loss, self.world = functions, loss, world
@@ -333,6 +333,7 @@ class Rows:
         return 0.5 * sum_of_losses(self._loss, values, self._functions, self.world)
 
     def gram(self, x: Array) -> ExactGram:
+        """The products of the columns of ``[J f]`` at the last cost's point.  Collective."""
         with raised_on_all(self.world):
             jacobian = self._functions.jacobian(x, self.f)
             if hasattr(jacobian, "rmatvec"):

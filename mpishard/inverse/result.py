@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from mpishard import minimizers
 from mpishard.arguments import flag, integer, number, shown
-from mpishard.minimizers.method import FAILURES, Method, Progress
+from mpishard.minimizers.method import FAILURES, Method, Minimizer, Progress
 from mpishard.minimizers.penalty import AtReference
 
 # By reason of the end SciPy's status, and a sentence with the values of `Progress` and the method's options, and with
@@ -200,12 +200,27 @@ def result_of(
     )
 
 
+class Ranks(Protocol):
+    """The ranks of a minimisation, each with its part of the vectors of the method."""
+
+    @property
+    def world(self) -> Any: ...
+
+    @property
+    def minimizer(self) -> Minimizer: ...
+
+    def gather(self, vector: Any) -> Any: ...
+
+    def own(self, given: Any) -> Any: ...
+
+
 class MinimizationOutcome(NamedTuple):
-    """The result of a minimisation, and the reason for its end in a word."""
+    """The result of a minimisation, the reason for its end in a word, and the ranks, which still have its vectors."""
 
     result: OptimizeResult
     progress: Progress
     reason: str
+    ranks: Ranks
 
 
 # Bounds in the forms that SciPy knows, and by tensor name, as the pair that a method takes.

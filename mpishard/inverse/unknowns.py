@@ -12,6 +12,7 @@ import numpy as np
 from mpishard.adapters.adapter import expect_no_field
 from mpishard.arguments import shown
 from mpishard.backend import array as arrays
+from mpishard.backend.kinds import backend_of
 from mpishard.comm.errors import raised_on_all
 from mpishard.inverse.result import pair_of_bounds
 from mpishard.inverse.trees import CONVENTION, Tree, array_of_numbers, tree_of
@@ -61,7 +62,7 @@ class _Copies:
         self._free: list[np.ndarray] = []
 
     def of(self, values: Array) -> Array:
-        if arrays.is_device(values) or values.nbytes < _LARGE:
+        if values.nbytes < _LARGE or backend_of(values).pools_memory:
             return values.copy()
         memory = self._free.pop() if self._free else np.empty_like(values)
         copy = np.asarray(memory.data)  # views of it hold this array, and not the one that has the memory

@@ -345,9 +345,9 @@ class _Formula(NamedTuple):
     name: str
     c_body: str = ""
 
-    def expect(self, dtype: Any) -> None:
-        """Check that JAX computes in this dtype."""
-        check_precision(dtype)
+    def expect(self, like: Array) -> None:
+        """Check that JAX computes in the dtype of this array."""
+        check_precision(like.dtype)
 
 
 class CompiledSteps:

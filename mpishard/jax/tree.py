@@ -283,6 +283,11 @@ class TreeState:
         if self.unfit is not None:
             raise self.unfit
 
+    def check_split(self, tensor: int, pipeline: int) -> None:
+        """Raise ValueError unless all ranks are data-parallel."""
+        if tensor * pipeline > 1:
+            raise ValueError("a function of JAX cannot be split over tensor or pipeline ranks")
+
     def check(self, facts: Mapping[str, Any]) -> None:
         """Nothing: there are no facts."""
 
@@ -305,6 +310,9 @@ class TreeState:
 
     def consolidate(self, axis: Axis) -> None:
         """Nothing: there are no values."""
+
+    def release(self) -> None:
+        """Nothing: the arrays are freed with the tree."""
 
 
 def parameters_of(tree: Any) -> FlatParameters:

@@ -9,12 +9,15 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
+
+from mpishard.launch.processes import process_facts
 
 OPEN_MPI, MPICH, SLURM = "Open MPI", "MPICH", "Slurm"
 MPI4PY = (4, 1)  # the oldest, as in pyproject.toml
@@ -81,6 +84,51 @@ def launches(environment: Mapping[str, str]) -> tuple[Launch, ...]:
     if in_step and rank is not None and ranks is not None:
         found.append(Launch("srun", SLURM, rank, ranks))
     return tuple(found)
+
+
+def name_of_job(launch: Launch | None, environment: Mapping[str, str]) -> str:
+    """A name, fit for a file, that the ranks of one start of a job have in common with no other start.
+
+    It needs no MPI: it is the number that the launcher has given to the job.  Processes of MPI_Comm_spawn have a name
+    of their own; under Hydra those of all spawns share one.  Without a launcher it is that of this process.
+
+    Parameters
+    ----------
+    launch : Launch or None
+        The launcher of this process; None for a process that was started without one.
+    environment : mapping of str to str
+        Such as ``os.environ``.
+
+    Returns
+    -------
+    str
+        ``"job"`` for a launcher that numbers no jobs.
+    """
+    if launch is None:
+        name = f"{os.uname().nodename}-{os.getpid()}"
+    elif launch.family == OPEN_MPI:
+        name = environment.get("PMIX_NAMESPACE", "")
+    elif launch.family == SLURM:
+        ids = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        name = ".".join(environment[each] for each in ids if environment.get(each))
+    else:
+        name = environment.get("I_MPI_HYDRA_UUID") or _control_port()
+        name += "-spawned" if environment.get("PMI_SPAWNED") == "1" else ""
+    return re.sub(r"[^\w.@-]", "-", name) or "job"
+
+
+def _control_port() -> str:
+    """Where the proxy of Hydra that has started this process, or the shell around it, reaches the launcher."""
+    number = os.getppid()
+    try:
+        while number > 1:
+            words = Path(f"/proc/{number}/cmdline").read_text(errors="replace").split("\0")
+            if "--control-port" in words:
+                return words[words.index("--control-port") + 1]
+            number = int(process_facts(number)[1])
+    except (OSError, IndexError, ValueError):  # not every system tells
+        pass
+    return ""
 
 
 def launch_of(found: Sequence[Launch], ranks: int) -> Launch | None:

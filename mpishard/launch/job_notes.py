@@ -205,10 +205,12 @@ class JobNotes:
         """True if the user asked the run to end."""
         return self._read("ending") is not None
 
-    @property
-    def has_healed(self) -> bool:
-        """True if processes of this start have died and others continue."""
-        return self._read("healed") is not None
+    def is_reporter(self, is_first: bool, is_silent: bool) -> bool:
+        """Return True if a process reports the job's progress and its end: at first the first one.
+
+        After processes of this start have died and others continue it is every process that is not silent.
+        """
+        return is_first if self._read("healed") is None else not is_silent
 
     @property
     def notes(self) -> Notes:

@@ -14,7 +14,6 @@ import sys
 import sysconfig
 import threading
 import traceback
-import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,13 +88,12 @@ def _can_keep(options: Sequence[str]) -> bool:
 
 
 def _can_run(script: Sequence[str]) -> bool:
-    """Return True if the runner can run the script part of a command: a module, or a file of Python source."""
+    """Return True if the runner can run the script part of a command: a module, source, a folder, or an archive."""
     if not script or without_runner(script) != list(script):
         return False
     if script[0].startswith("-"):
         return script[0] == "-m" and len(script) > 1
-    path = script[0]
-    return os.path.isfile(path) and not path.endswith(".pyc") and not zipfile.is_zipfile(path)
+    return os.path.exists(script[0]) and not script[0].endswith(".pyc")
 
 
 def describe(error: BaseException, trace: TracebackType | None) -> str:

@@ -2,9 +2,10 @@
 
 It is no worker of an elastic run; the name stays, as command lines have it.
 
-``python worker.py SCRIPT ARGUMENTS...`` or ``python worker.py -m MODULE ARGUMENTS...``.  `mpishard run` starts this
-file by its path.  It imports nothing of mpishard, since that starts MPI in a rank, and a script may set variables or
-options of mpi4py before.  ``python -m mpishard.launch.worker`` does the same, and starts MPI first.
+``python worker.py SCRIPT ARGUMENTS...`` or ``python worker.py -m MODULE ARGUMENTS...``; SCRIPT may be a folder or an
+archive with a ``__main__.py``.  `mpishard run` starts this file by its path.  It imports nothing of mpishard, since
+that starts MPI in a rank, and a script may set variables or options of mpi4py before.
+``python -m mpishard.launch.worker`` does the same, and starts MPI first.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import builtins
 import os
 import runpy
 import sys
+import zipfile
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any, ClassVar
 
 _NAME = "mpishard.launch.worker"
+# What the interpreter itself calls for -m.  runpy.run_module would restore __main__ while threads still run.
+_run_as_main: Any = vars(runpy)["_run_module_as_main"]
 
 
 class Script:
@@ -57,6 +61,10 @@ class Script:
 def _run_file(main: ModuleType, arguments: list[str]) -> None:
     sys.argv[:] = arguments
     path = os.path.join(os.getcwd(), arguments[0])
+    if os.path.isdir(path) or zipfile.is_zipfile(path):
+        _begin_path(path, always=True)
+        _run_as_main("__main__", alter_argv=False)
+        return
     _begin_path(os.path.dirname(os.path.realpath(path)))
     main.__file__ = path
     main.__loader__ = loader = SourceFileLoader("__main__", path)
@@ -71,15 +79,18 @@ def _run_file(main: ModuleType, arguments: list[str]) -> None:
 def _run_module(name: str, arguments: list[str]) -> None:
     sys.argv[:] = ["-m", *arguments]
     _begin_path(os.getcwd())
-    # What the interpreter itself calls for -m.  runpy.run_module would restore __main__ while threads still run.
-    run_as_main: Any = vars(runpy)["_run_module_as_main"]
-    run_as_main(name)
+    _run_as_main(name)
 
 
-def _begin_path(folder: str) -> None:
-    """Set the first entry of ``sys.path``, which is the folder of this file; with -I or -P there is no such entry."""
+def _begin_path(folder: str, always: bool = False) -> None:
+    """Set the first entry of ``sys.path``, which is the folder of this file; with -I or -P there is no such entry.
+
+    `always`: then there is one all the same.
+    """
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):
         sys.path[0] = folder
+    elif always:
+        sys.path.insert(0, folder)
 
 
 def _show_without_runner(error: BaseException) -> None:

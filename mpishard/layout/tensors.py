@@ -93,10 +93,10 @@ class ParameterSpec:
             self._check_parts()
 
     def _check_parts(self) -> None:
-        if self.tensor_dim is not None or self.partial or self.slices > 1 or self.copies:
+        if self.tensor_dim is not None or self.partial or self.slices > 1:
             raise ValueError(
-                f"parameter {self.name!r} has parts, the box of each rank, and so neither tensor_dim, partial, slices "
-                "nor copies: leave these out"
+                f"parameter {self.name!r} has parts, the box of each rank, and so neither tensor_dim, partial nor "
+                "slices: leave these out"
             )
         try:
             check_cover(self.shape, [box for box in self.parts if box_size(box)])

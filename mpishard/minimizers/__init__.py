@@ -4,9 +4,9 @@ Input: value and gradient at the point that a minimiser wants, by `tell`; its ve
 Output: the next point, and at the end the reason; a state that can be saved at any evaluation.
 
 Read ``method`` first, the interfaces; then ``descent``, the loop of line searches, and ``line_search``; the methods:
-``lbfgs``, ``history`` and ``cauchy`` with ``lbfgsb``, ``nonlinear_cg``, ``newton``, ``least_squares``,
-``double_pass``; ``inverses`` of the Hessian at their end; vectors and options: ``space``, ``elements`` and ``bounds``;
-arithmetic: ``formulas`` of each element, ``small`` of a few numbers.
+``lbfgs``, ``history``, ``gram`` and ``cauchy`` with ``lbfgsb``, ``nonlinear_cg``, ``newton`` with ``steihaug``,
+``least_squares``, ``double_pass``; ``inverses`` of the Hessian at their end; vectors and options: ``space``,
+``elements`` and ``bounds``; arithmetic: ``formulas`` of each element, ``small`` of a few numbers.
 """
 
 from typing import TYPE_CHECKING

@@ -18,7 +18,8 @@ from mpishard.backend.array import empty, zeros
 from mpishard.minimizers import formulas, small
 from mpishard.minimizers.lbfgs import LBFGS, QuasiNewton
 from mpishard.minimizers.method import Method, Minimizer
-from mpishard.minimizers.newton import LARGEST_RADIUS, Ending, FreeVariables, TruncatedNewton, TruncatedNewtonMinimizer
+from mpishard.minimizers.newton import LARGEST_RADIUS, TruncatedNewton, TruncatedNewtonMinimizer
+from mpishard.minimizers.steihaug import Ending, FreeVariables
 
 Array = Any
 _ACCURACY = 1e-10  # of a solve: the norm of the residual, relative to that of the right side

@@ -7,9 +7,8 @@ sees the cost and the products of the columns of ``[J f]``, sums over all rows t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -40,16 +39,10 @@ def largest(vector: np.ndarray) -> float:
     return float(abs(vector).max())
 
 
-class Residuals(Protocol):
-    """Half of the sum of the squares of the residuals, or of the losses of their squares, to be minimised."""
-
-    def cost(self, x: np.ndarray) -> float:
-        """The cost at a point, the same on all ranks. Collective."""
-        ...
-
-    def gram(self, x: np.ndarray) -> ExactGram:
-        """The products of the columns of ``[J f]`` at the last cost's point; the same on all ranks.  Collective."""
-        ...
+# Of a point half of the sum of the squares of the residuals, or of the losses of their squares, the same on all ranks;
+# and of the last such point the products of the columns of ``[J f]``.  Both are collective.
+Cost = Callable[[np.ndarray], float]
+Gram = Callable[[np.ndarray], ExactGram]
 
 
 @dataclass(frozen=True)
@@ -155,30 +148,30 @@ class QuadraticModel:
 # The beginning of both methods, and what they compute at each new iterate.
 
 
-def _begun(residuals: Residuals, start: np.ndarray | State, options: Options) -> tuple[State, ExactGram]:
+def _begun(cost: Cost, gram: Gram, start: np.ndarray | State, options: Options) -> tuple[State, ExactGram]:
     """The state at a start, or a saved one, at whose point cost and Jacobian are computed once more; its products."""
     if isinstance(start, State):
-        cost, state = residuals.cost(start.x), start
-        if not abs(cost - state.cost) <= SAME_FUNCTION * max(abs(cost), abs(state.cost)):
+        found, state = cost(start.x), start
+        if not abs(found - state.cost) <= SAME_FUNCTION * max(abs(found), abs(state.cost)):
             raise ValueError(
                 f"the checkpoint is of other residuals: at its point the cost was {state.cost:.12g}, by these it is "
-                f"{cost:.12g}; give each problem its own folder, or resume=False"
+                f"{found:.12g}; give each problem its own folder, or resume=False"
             )
-        state.cost = cost
+        state.cost = found
         state.njev -= 1
         if state.status == LIMIT:
             state.status = None
-        return state, _linearize(residuals, state, options)
-    state = State(start, residuals.cost(start), np.zeros(len(start)), np.zeros(len(start)), nfev=1)
+        return state, _linearize(gram, state, options)
+    state = State(start, cost(start), np.zeros(len(start)), np.zeros(len(start)), nfev=1)
     require_finite(state.cost)
-    products = _linearize(residuals, state, options)
+    products = _linearize(gram, state, options)
     state.units[state.units == 0] = 1.0
     return state, products
 
 
-def _linearize(residuals: Residuals, state: State, options: Options) -> ExactGram:
+def _linearize(gram: Gram, state: State, options: Options) -> ExactGram:
     """Compute the gradient at the point of the state, and the inverse scale; returns the products of the columns."""
-    products = residuals.gram(state.x)
+    products = gram(state.x)
     state.njev += 1
     state.gradient = products.high[:-1, -1] + products.low[:-1, -1]
     if options.scale is not None:
@@ -198,7 +191,8 @@ def require_finite(cost: float) -> None:
 
 
 def reflective(
-    residuals: Residuals,
+    cost: Cost,
+    gram: Gram,
     start: np.ndarray | State,
     lower: np.ndarray,
     upper: np.ndarray,
@@ -215,7 +209,7 @@ def reflective(
     """
     if not isinstance(start, State):
         start = strictly_inside(start, lower, upper, 1e-10)
-    state, products = _begun(residuals, start, options)
+    state, products = _begun(cost, gram, start, options)
     x = state.x
     if math.isnan(state.radius):
         distance, slope = _distances(x, state.gradient, lower, upper)
@@ -245,14 +239,14 @@ def reflective(
                 free *= radius / length
             step, expected = _within_bounds(model, x, free, scale, radius, lower, upper, inside)
             trial = strictly_inside(x + scale * step, lower, upper, 0.0)
-            cost, length = residuals.cost(trial), norm(step)
+            value, length = cost(trial), norm(step)
             state.nfev += 1
-            if not math.isfinite(cost):
+            if not math.isfinite(value):
                 state.radius = 0.25 * length
                 if not state.radius > 0:
                     state.status = STEP
                 continue
-            decrease = state.cost - cost
+            decrease = state.cost - value
             ratio = _ratio(decrease, expected)
             if ratio < 0.25:
                 state.radius = 0.25 * length
@@ -263,9 +257,9 @@ def reflective(
             state.status = _converged(decrease, state.cost, moved, far, ratio, options)
         if decrease > 0:
             x = trial
-            state.x, state.cost = x, cost
+            state.x, state.cost = x, value
             state.iterations += 1
-            products = _linearize(residuals, state, options)
+            products = _linearize(gram, state, options)
 
 
 def _distances(
@@ -363,14 +357,14 @@ def _converged(decrease: float, cost: float, moved: float, far: float, ratio: fl
 # Levenberg-Marquardt.
 
 
-def levenberg_marquardt(residuals: Residuals, start: np.ndarray | State, options: Options) -> Iterator[State]:
+def levenberg_marquardt(cost: Cost, gram: Gram, start: np.ndarray | State, options: Options) -> Iterator[State]:
     """Yield the state after the first evaluation and each iteration, by the algorithm of Levenberg and Marquardt.
 
     Collective. Source: J. J. More: The Levenberg-Marquardt algorithm: implementation and theory, Numerical Analysis,
     Lecture Notes in Mathematics 630, 105-116 (1978); its implementation and constants: J. J. More, B. S. Garbow, K. E.
     Hillstrom: User guide for MINPACK-1, Argonne National Laboratory, ANL-80-74 (1980).
     """
-    state, products = _begun(residuals, start, options)
+    state, products = _begun(cost, gram, start, options)
     x = state.x
     if math.isnan(state.radius):
         state.radius = 100 * (norm(x * state.units) or 1.0)
@@ -394,17 +388,17 @@ def levenberg_marquardt(residuals: Residuals, start: np.ndarray | State, options
             far = norm(step)
             radius = min(state.radius, far) if state.nfev == 1 else state.radius
             trial = x + step / units
-            cost = residuals.cost(trial)
+            value = cost(trial)
             state.nfev += 1
             # Both relative to the cost, and the slope of the cost along the step.
             linear = 0.5 * max(2 * (model.value(step) - dot(model.gradient, step)), 0.0) / state.cost
             pull = 0.5 * multiplier * far * far / state.cost
-            decrease = 1 - cost / state.cost if 0.01 * cost < state.cost else -1.0
+            decrease = 1 - value / state.cost if 0.01 * value < state.cost else -1.0
             expected, slope = linear + 2 * pull, -(linear + pull)
             ratio = decrease / expected if expected else 0.0
             if ratio <= 0.25:
                 shrink = 0.5 if decrease >= 0 else 0.5 * slope / (slope + 0.5 * decrease)
-                if not 0.01 * cost < state.cost or shrink < 0.1:
+                if not 0.01 * value < state.cost or shrink < 0.1:
                     shrink = 0.1
                 radius, multiplier = shrink * min(radius, far / 0.1), multiplier / shrink
             elif multiplier == 0 or ratio >= 0.75:
@@ -418,6 +412,6 @@ def levenberg_marquardt(residuals: Residuals, start: np.ndarray | State, options
                 state.status = COST_AND_STEP if by_cost and by_step else COST if by_cost else STEP
         if accepted:
             x = trial
-            state.x, state.cost = x, cost
+            state.x, state.cost = x, value
             state.iterations += 1
-            products = _linearize(residuals, state, options)
+            products = _linearize(gram, state, options)

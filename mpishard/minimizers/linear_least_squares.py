@@ -19,8 +19,8 @@ from mpishard.minimizers import formulas
 from mpishard.minimizers.bounds import Bounds
 from mpishard.minimizers.least_squares import SAME_FUNCTION
 from mpishard.minimizers.method import Limits
-from mpishard.minimizers.newton import FreeVariables, SteihaugCG, SteihaugState
 from mpishard.minimizers.space import Space
+from mpishard.minimizers.steihaug import FreeVariables, SteihaugCG, SteihaugState
 
 Array = np.ndarray
 # The reasons for which a method has ended: SciPy's numbers.

@@ -4,8 +4,9 @@ Input: token ids, a mesh, and parameters in a ``FlatParameters``.
 Output: the loss, and gradients in the buckets of these parameters, marked ready as each layer finishes.
 
 Read ``layers`` first, the base class; then a model from below, ``linear``, ``norms``, ``attention``, ``block``,
-``units``, ``chunk``, ``decoder``, ``models``; ``architecture`` and ``options``: their sizes; ``kernels``
-and ``device_kernels``: their loops, and ``checks`` before these; ``pretrained`` and ``generation`` last.
+``units``, ``chunk``, ``decoder``, ``models``; ``architecture`` and ``options``: their sizes, in a checkpoint
+``model_facts``; ``kernels``, compiled by ``kernel_groups``, and ``device_kernels``: their loops, and ``checks`` before
+these; ``pretrained`` and ``generation`` last.
 
 They write gradients straight into a ``FlatParameters`` and allocate nothing after their first step.  One set of layers
 serves one rank and many: split over the tensor axis, cut into pipeline stages, sharded over the data axis.

@@ -104,8 +104,8 @@ class Decoder:
         Model chunks of a pipeline rank, for the interleaved schedule.
     microbatches : int, optional
         Number of micro-batches into which a batch is cut along its first dimension; some may be empty.  Default: 1; on
-        a pipeline 4 times the number of its ranks.  A training loop with ``reproducible=True`` cuts batches itself,
-        in the same way on every mesh, and leaves this out.
+        a pipeline 4 times the number of its ranks.  `losses_and_gradient` leaves this out: a training loop that calls
+        it has cut the batch, in the same way on every mesh.
     stage_costs : "measured" or sequence of float, optional
         The times of the `Architecture.units` by which the model is cut into stages, given or measured on the mesh's
         first rank.  Default: blocks evenly.
@@ -275,7 +275,7 @@ class Decoder:
     def losses_and_gradient(self, batches: Sequence[tuple[Array, ...]]) -> list[float]:
         """Like `loss_and_gradient` for several batches, each of which is one micro-batch of the pipeline.
 
-        With ``reproducible=True`` a training loop calls this: `microbatches` cuts no batch then.
+        `microbatches` cuts none of them.
 
         Parameters
         ----------

@@ -7,10 +7,9 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes  # noqa: F401 - gives NumPy the name of bfloat16
 import numpy as np
@@ -22,8 +21,7 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.comm.reshard import reshard
-from mpishard.io import files
-from mpishard.io.files import parsed
+from mpishard.io.weight_files import DTYPES, INDEX, SINGLE, StoredWeight, WeightFiles, read_json, stored_tensors
 from mpishard.layout.boxes import Box, box_shape
 from mpishard.layout.run_state import PARAMETERS, Shard
 from mpishard.layout.tensors import LocalLayout, Piece, cut_holding
@@ -33,7 +31,6 @@ from mpishard.nn.chunk import values_from_elsewhere
 from mpishard.nn.decoder import Decoder
 from mpishard.nn.options import ModelKeywords, ModelOptions, settings_of_model
 from mpishard.nn.published import (
-    DTYPES,
     HEAD,
     ColumnRange,
     Published,
@@ -45,58 +42,8 @@ from mpishard.nn.published import (
 )
 from mpishard.parameters.flat import FlatParameters
 
-# Folders as `transformers` reads and writes them: ``config.json`` and safetensors files, maybe with an index.
+# In a folder as `transformers` reads and writes it, beside the files of weights.
 CONFIG = "config.json"
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
-
-class StoredWeight(NamedTuple):
-    """A published tensor: its name in the file, the file in the folder, its dtype and its shape."""
-
-    name: str
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An object in a file; ValueError if it is none."""
-    try:
-        found = parsed(files.read(path))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} has no JSON object, but {shown(found)}")
-    return found
-
-
-def stored_tensors(folder: Path) -> list[StoredWeight]:
-    """All tensors of a folder, from the headers of its files."""
-    weight_map = None
-    if (folder / INDEX).is_file():
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(
-            isinstance(file, str) and Path(file).name == file for file in weight_map.values()
-        ):
-            raise ValueError(f"{folder / INDEX} has no weight_map from names of tensors to files next to it")
-    elif not (folder / SINGLE).is_file():
-        raise ValueError(
-            f"{folder} has neither {SINGLE} nor {INDEX}; other files of weights are not read: load them in "
-            "transformers, and call save_pretrained"
-        )
-    found = []
-    with Reader(folder) as reader:
-        for file in sorted({SINGLE} if weight_map is None else set(weight_map.values())):
-            opened = reader.open(file)
-            for name in opened.keys():
-                if weight_map is None or weight_map.get(name) == file:
-                    part = opened.get_slice(name)
-                    found.append(StoredWeight(name, file, part.get_dtype(), tuple(part.get_shape())))
-    absent = sorted(set(weight_map or ()) - {each.name for each in found})
-    if absent:
-        raise ValueError(f"{folder / INDEX} names {listed(map(printable, absent))}, which the files do not have")
-    return found
 
 
 def match(
@@ -136,33 +83,15 @@ def match(
     return found
 
 
-class Reader:
-    """Reads boxes of tensors from the files of a folder; a context manager that closes the files."""
+class Reader(WeightFiles):
+    """Reads boxes of tensors from the files of a folder."""
 
-    def __init__(self, folder: Path, stored: Mapping[str, StoredWeight] | None = None) -> None:
-        self._folder = folder
-        self._stored = stored or {}
-        self._files: dict[str, Any] = {}
-        self._stack = ExitStack()
+    def __init__(self, folder: Path, stored: Mapping[str, StoredWeight]) -> None:
+        super().__init__(folder)
+        self._stored = stored
 
     def __enter__(self) -> Reader:
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    def open(self, file: str) -> Any:
-        """A file of the folder, which stays open; ValueError if it is damaged."""
-        safetensors = of_extra("safetensors", "weights", "a folder of published weights")
-
-        if file not in self._files:
-            path = self._folder / file
-            files.check(path)
-            try:
-                self._files[file] = self._stack.enter_context(safetensors.safe_open(path, framework="np"))
-            except safetensors.SafetensorError as error:
-                raise ValueError(f"{path} is no safetensors file, or damaged: {printable(str(error))}") from None
-        return self._files[file]
 
     def read(self, weight: Weight, box: Box, dtype: Any) -> np.ndarray:
         """A box of a tensor, from those parts of the files that have it."""

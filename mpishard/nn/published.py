@@ -23,8 +23,6 @@ from mpishard.nn.units import TABLE
 Config = Mapping[str, Any]
 # The output head has this name in all models, without a prefix.
 HEAD = "lm_head.weight"
-# Dtypes of published tensors, as safetensors calls them.
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ class Rotary:
         dtype : dtype
             float32 or float64.
         module : module
-            ``numpy`` or ``cupy``.
+            Of the arrays, as for `FlatParameters`.
 
         Returns
         -------
@@ -234,7 +234,7 @@ class Rotary:
         dtype : dtype
             float32 or float64.
         module : module
-            ``numpy`` or ``cupy``.
+            Of the arrays, as for `FlatParameters`.
 
         Returns
         -------

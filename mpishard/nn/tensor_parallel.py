@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpishard.backend.array import module_of
+from mpishard.backend.row_sums import add_by_tree
 from mpishard.comm.axis import Axis
 from mpishard.layout.boxes import nested_split, run_lengths, split
 from mpishard.nn.workspace import Pool
-from mpishard.reduction.tree_sum import TreeNode, add_by_tree, sort_by_owner, tree_merges, tree_nodes
+from mpishard.reduction.tree_sum import TreeNode, sort_by_owner, tree_merges, tree_nodes
 
 Array = Any
 

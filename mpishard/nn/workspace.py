@@ -129,7 +129,7 @@ class Workspace:
     dtype : dtype
         Of the activations.
     module : module
-        ``numpy`` or ``cupy``.
+        Of the arrays, as for `FlatParameters`.
     sharing : Workspace, optional
         Use the scratch of this workspace: a schedule that holds several micro-batches computes one at a time.
 

@@ -4,6 +4,6 @@ Input: tensors by name, and gradients as layers write them.
 Output: one flat buffer with a view for each tensor, and buckets of gradients, handed to the sums over ranks as they
 become full.
 
-Read ``flat`` first, then ``buckets``, ``progress`` and ``reducer``: a gradient from the backward pass to its sum;
-``zero3_units`` for parameters that are divided.
+Read ``flat`` first, with ``tensor_layout``, then ``buckets``, ``progress`` and ``reducer``: a gradient from the
+backward pass to its sum; ``zero3_units`` for parameters that are divided.
 """

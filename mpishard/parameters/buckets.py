@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
+from mpishard.backend.kinds import backend_of
 from mpishard.layout.tensors import Piece
 
 Array = Any
@@ -117,7 +118,7 @@ def make_buckets(
 
 
 class EarlyGradients:
-    """Keeps what input gradients write until the weight gradients of their micro-batch, for reproducible runs.
+    """Keeps what input gradients write until the weight gradients of their micro-batch.
 
     A schedule such as ZB-H1 does the input gradient of a micro-batch before the weight gradients of earlier ones.
     Layers write small gradients, those of biases and norms, in the first of the two. Where micro-batches are kept
@@ -207,9 +208,8 @@ class PartialSums:
         """Raise RuntimeError unless the micro-batch under way is the last one of this step, or is not."""
         if is_last is (self._pushed + 1 < len(self._tree_merges)):
             raise RuntimeError(
-                f"with reproducible=True this backward pass has {len(self._tree_merges)} micro-batches to keep apart, "
-                "but the model has made another number of them; losses_and_gradient makes one of each batch that it "
-                "gets"
+                f"this backward pass has {len(self._tree_merges)} micro-batches to keep apart, but the model has made "
+                "another number of them; losses_and_gradient makes one of each batch that it gets"
             )
 
     def push(self, flat: Array) -> None:
@@ -287,14 +287,13 @@ def block_sizes(sizes: Iterable[int]) -> dict[int, int]:
 class BlockPool:
     """Gives out blocks for some sizes, and takes them back.
 
-    On the host blocks are kept and used again, since new memory comes from the kernel page by page. On a device they
-    are freed: its allocator keeps memory, and gives it to whoever asks next on the same stream. `like` has the dtype
-    and device of the blocks.
+    Blocks are kept and used again, unless the allocator of their memory does that (`Backend.pools_memory`). `like` has
+    the dtype and device of the blocks.
     """
 
     def __init__(self, sizes: Iterable[int], like: Array) -> None:
         self._like = like
-        self._keeps = not arrays.is_device(like)
+        self._keeps = not backend_of(like).pools_memory
         sizes = set(sizes)
         self._sizes = block_sizes(sizes) if self._keeps else {size: size for size in sizes}
         self._free: dict[int, list[Array]] = {size: [] for size in self._sizes.values()}

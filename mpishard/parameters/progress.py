@@ -181,6 +181,11 @@ class GradientProgress:
         """The order of a tensor's bucket."""
         return self._places[name][1]
 
+    def is_ready(self, name: str) -> bool:
+        """Return True if the gradient of a tensor is complete in this pass."""
+        number, order = self._places[name]
+        return name in order.ready[number]
+
     def mark_ready(self, name: str) -> Iterable[Bucket]:
         """Mark the gradient of a tensor as complete in this pass; returns the buckets that are summed now."""
         number, order = self._places[name]

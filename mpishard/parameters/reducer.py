@@ -127,10 +127,6 @@ class NoSync:
 # All of it together.
 
 
-def unseen(bucket: Bucket, gradient: Array) -> None:
-    """What a reducer calls where no one looks at a gradient."""
-
-
 class GradientReducer:
     """Owns the gradients of one model on one rank for the duration of a step.
 
@@ -161,11 +157,10 @@ class GradientReducer:
         self.on_demand = on_demand
         self.overlap: bool = overlap
         self.progress: GradientProgress = GradientProgress(pieces, buckets, on_demand, accumulates, sums is not None)
-        # Of who looks at a rank's gradients: called with a bucket before its sum, and in `reset`.
-        self.look: Callable[[Bucket, Array], None] = unseen
-        self.forget_looks: Callable[[], None] = lambda: None
-        # Called with each bucket of each micro-batch of a reproducible run, before it is added to any other.
-        self.watch: Callable[[Bucket, Array], None] = unseen
+        # Called with each bucket of this rank's gradients, before anything is added to it: in a reproducible run with
+        # that of each micro-batch.
+        self.looks: list[Callable[[Bucket, Array], None]] = []
+        self.forget_looks: Callable[[], None] = lambda: None  # in `reset`
         self.accumulation = Accumulation()  # gradients of the caller that wait for an update
         self._sums: BucketSums = BucketSums() if sums is None else sums
         self._pending: list[tuple[Bucket, Array, PendingSum]] = []
@@ -359,7 +354,7 @@ class GradientReducer:
         Returns uninitialised memory for the next one.
         """
         for bucket in self.buckets:
-            self.watch(bucket, flat[bucket.start : bucket.stop])
+            self._look(bucket, flat[bucket.start : bucket.stop])
         return self.memory.push_external(flat)
 
     def begin_input_gradient(self, virtual_stage: int) -> None:
@@ -395,10 +390,14 @@ class GradientReducer:
         self.memory.partials[order.buckets[0].index].check(is_last=False)
         for bucket in reversed(order.buckets):
             gradient = self.completed(bucket)
-            self.watch(bucket, gradient)
+            self._look(bucket, gradient)
             self._sums.sum_copies(bucket, gradient)
         self.memory.push(order.buckets)
         self.progress.forget_buckets(order.buckets)
+
+    def _look(self, bucket: Bucket, gradient: Array) -> None:
+        for look in self.looks:
+            look(bucket, gradient)
 
     def _release(self, bucket: Bucket) -> None:
         """Free the memory of a bucket whose sum is stored, where that is on demand."""
@@ -424,12 +423,10 @@ class GradientReducer:
         for bucket in buckets:
             gradient = self.completed(bucket)
             earlier: Sequence[Array] = ()
+            self._look(bucket, gradient)
             if self._reproducible:
-                self.watch(bucket, gradient)
                 sums.sum_copies(bucket, gradient)
                 earlier = self.memory.partials[bucket.index].complete(bucket, gradient)
-            for partial in (*earlier, gradient):
-                self.look(bucket, partial)
             if self.on_demand:
                 self._wait_all()  # ZeRO-2 saves memory by having few buckets at a time
             if not self._reproducible:

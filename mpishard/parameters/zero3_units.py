@@ -6,9 +6,10 @@ Rajbhandari et al., "ZeRO" (2020), section 5.3; units as in Zhao et al., "PyTorc
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,16 +34,41 @@ _ONE_ORDER = (
 )
 
 
-class UnitMemory(Protocol):
-    """Gives out the memory of a unit while it is gathered, such as that of the tensors of a PyTorch module."""
+class UnitMemory(ABC):
+    """Gives out the memory of a unit while it is gathered."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept, and that no unit uses."""
+        return 0
+
+    @abstractmethod
     def allocate(self, unit: int) -> Array:
         """Memory for all elements of a unit, with any content."""
-        ...
 
+    @abstractmethod
     def release(self, unit: int) -> None:
         """Free the memory of a unit."""
-        ...
+
+
+class PooledMemory(UnitMemory):
+    """Blocks of a pool, for units of these numbers of elements."""
+
+    def __init__(self, sizes: Sequence[int], like: Array) -> None:
+        self._sizes = sizes
+        self._pool = BlockPool(sizes, like)
+        self._blocks: dict[int, Array] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self._pool.nbytes
+
+    def allocate(self, unit: int) -> Array:
+        self._blocks[unit] = self._pool.allocate(self._sizes[unit])
+        return self._blocks[unit]
+
+    def release(self, unit: int) -> None:
+        self._pool.release(self._blocks.pop(unit))
 
 
 class GatherOrder:
@@ -115,8 +141,7 @@ class ShardedUnits:
         for cuts in self._cuts:
             self._starts.append(self._starts[-1] + cuts[axis.rank + 1] - cuts[axis.rank])
         self.shard: Array = arrays.zeros(self._starts[-1], like.dtype, like=like)  # this rank's shares, end to end
-        self._pool = BlockPool((stop - start for start, stop in self._extents), like)
-        self.memory: UnitMemory | None = None  # None: blocks of the pool
+        self.memory: UnitMemory = PooledMemory([stop - start for start, stop in self._extents], like)
         self._blocks: dict[int, Array] = {}
         self._pending: dict[int, Request] = {}
         self._users: Counter[int] = Counter()
@@ -138,7 +163,7 @@ class ShardedUnits:
     @property
     def nbytes(self) -> int:
         """Bytes held: the shares, and the memory for gathered units."""
-        return int(self.shard.nbytes + self._pool.nbytes + sum(block.nbytes for block in self._blocks.values()))
+        return int(self.shard.nbytes + self.memory.nbytes + sum(block.nbytes for block in self._blocks.values()))
 
     def share(self, unit: int) -> Array:
         """This rank's share of a unit, a view of `shard`."""
@@ -166,8 +191,7 @@ class ShardedUnits:
                 continue
             start, stop = self._extents[unit]
             self._note(unit)
-            block = self._pool.allocate(stop - start) if self.memory is None else self.memory.allocate(unit)
-            self._blocks[unit] = block
+            block = self._blocks[unit] = self.memory.allocate(unit)
             self._pending[unit] = self.axis.start_all_gather(
                 block[: stop - start], self.share(unit), run_lengths(self._cuts[unit]), label="parameters"
             )
@@ -285,8 +309,5 @@ class ShardedUnits:
         first, last = self._units[unit]
         for piece in self._pieces[first:last]:
             self.views.pop(piece.name, None)
-        block = self._blocks.pop(unit)
-        if self.memory is None:
-            self._pool.release(block)
-        else:
-            self.memory.release(unit)
+        del self._blocks[unit]
+        self.memory.release(unit)

@@ -48,65 +48,44 @@ class MicrobatchInFlight:
         self.sends.clear()
 
 
-class StageTransport(Protocol):
-    """Hands results of stages to the stages that need them; all stages here are virtual stages."""
+class LocalTransport:
+    """Hands results of stages to the stages that need them, on a rank that runs all; all stages here are virtual."""
+
+    def __init__(self) -> None:
+        self._handed: dict[tuple[int, int], Array] = {}
 
     def begin(self) -> None:
         """Begin a call of the pipeline."""
+        self._handed.clear()
 
     def abandon(self) -> None:
         """Forget what an exception left; RuntimeError if a message of that call could reach the next one."""
+        self._handed.clear()
 
     def finish(self) -> None:
         """Wait for the messages that are not those of a flight."""
 
     def share(self, losses: np.ndarray) -> np.ndarray:
         """The losses of the last stage, on all ranks."""
-
-    def send_output(self, output: Array, stage: int, microbatch: int, flight: MicrobatchInFlight) -> None:
-        """Hand the output of a stage to the next one; it must stay as it is until the flight is over."""
-
-    def send_gradient(self, dx: Array, stage: int, microbatch: int, flight: MicrobatchInFlight) -> None:
-        """Hand the gradient of a stage's input to the stage before; it may change after this call."""
-
-    def receive(
-        self, what: str, source: int, microbatch: int, shape: tuple[int, ...], flight: MicrobatchInFlight
-    ) -> Array:
-        """The `ACTIVATIONS` or `GRADIENTS` that the stage `source` has sent."""
-
-
-class LocalTransport:
-    """The `StageTransport` of a rank that runs all stages."""
-
-    def __init__(self) -> None:
-        self._handed: dict[tuple[int, int], Array] = {}
-
-    def begin(self) -> None:
-        self._handed.clear()
-
-    def abandon(self) -> None:
-        self._handed.clear()
-
-    def finish(self) -> None:
-        pass
-
-    def share(self, losses: np.ndarray) -> np.ndarray:
         return losses
 
     def send_output(self, output: Array, stage: int, microbatch: int, flight: MicrobatchInFlight) -> None:
+        """Hand the output of a stage to the next one; it must stay as it is until the flight is over."""
         self._handed[stage, microbatch] = output
 
     def send_gradient(self, dx: Array, stage: int, microbatch: int, flight: MicrobatchInFlight) -> None:
+        """Hand the gradient of a stage's input to the stage before; it may change after this call."""
         self._handed[stage, microbatch] = dx.copy()
 
     def receive(
         self, what: str, source: int, microbatch: int, shape: tuple[int, ...], flight: MicrobatchInFlight
     ) -> Array:
+        """The `ACTIVATIONS` or `GRADIENTS` that the stage `source` has sent."""
         return self._handed.pop((source, microbatch))
 
 
 class PointToPointTransport:
-    """The `StageTransport` between ranks: sends never block.
+    """What `LocalTransport` does, between ranks: sends never block.
 
     Rank r of the pipeline axis, which has several ranks, runs the virtual stages ``r, r + axis.size, ...``.  Messages
     are sent in `wire_dtype` if it is given.
@@ -260,7 +239,7 @@ class Pipeline:
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._idle: list[list[MicrobatchInFlight]] = [[] for _ in self.chunks]
         self._flights: dict[tuple[int, int], MicrobatchInFlight] = {}
-        self._transport: StageTransport = LocalTransport()
+        self._transport: LocalTransport | PointToPointTransport = LocalTransport()
         if axis.size > 1:
             self._transport = PointToPointTransport(axis, self.virtual_stages, self.wire_dtype)
         self._losses: dict[int, SupportsFloat] = {}  # by micro-batch, on the last stage

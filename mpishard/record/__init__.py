@@ -3,8 +3,8 @@
 Input: steps, spans and losses of a run.
 Output: a folder with lines of JSON from each process, which can be read while the run trains.
 
-Read ``run_record`` first, which writes ``record_files``, then ``reading``, ``follower`` and
-``summary``; ``stacks`` for runs that hang.
+Read ``run_record`` first, which writes ``record_files``, then ``reading``, ``follower``,
+``audits`` and ``summary``; ``stacks`` for runs that hang, with the package `watch`.
 """
 
 from mpishard.record.reading import Run

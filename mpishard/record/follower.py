@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 from mpishard.launch.processes import DEAD, GONE, state_here
+from mpishard.record.audits import known_findings, known_promise
 from mpishard.record.reading import (
+    AUDITS,
     DEATHS,
     ENDS,
     LOGGED,
@@ -56,6 +59,7 @@ class Follower:
 
     `start` is the last start's line, empty before there is one, and `number` its number, from 1.  `metrics` has the
     last lines of metrics, by step; also those of earlier starts, up to the step at which the last one began.
+    `findings` are the lines of all starts about what audits have found.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -63,6 +67,7 @@ class Follower:
         self.start: dict[str, Any] = {}
         self.number: int = 0
         self.metrics: deque[dict[str, Any]] = deque(maxlen=_METRICS)
+        self.findings: list[dict[str, Any]] = []
         self._logged: dict[str, dict[str, Any]] = {}
         self._validated: list[dict[str, Any]] = []  # the lines with a validation loss
         self._end: dict[str, Any] = {}
@@ -90,6 +95,7 @@ class Follower:
                 while self._validated and self._validated[-1]["step"] >= line["step"]:
                     self._validated.pop()
                 self._validated.append(line)
+        self.findings += known_findings(self._new(self.folder / AUDITS))
         for file in process_files(self.folder):
             self._lines.setdefault(file.stem, deque(maxlen=STEPS)).extend(own_lines(self._new(file)))
 
@@ -119,6 +125,17 @@ class Follower:
         return min(self.validated, key=lambda each: each[1], default=None)
 
     @property
+    def audit(self) -> dict[str, Any] | None:
+        """What the audit of the last start spends, and when it sees what; None without one."""
+        return known_promise(self.start.get("audit"))
+
+    @property
+    def step_seconds(self) -> float:
+        """Median seconds of the last steps since the last start; 0 before any is known."""
+        recent = [line["seconds"] for line in self.own_metrics[-STEPS:] if line.get("seconds")]
+        return statistics.median(recent) if recent else 0.0
+
+    @property
     def own_metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics` that belong to the last start."""
         return [line for line in self.metrics if line.get("start", self.number) == self.number]
@@ -134,7 +151,7 @@ class Follower:
         since = self.start.get("time", 0)
         found = [Process(name, list(lines)) for name, lines in self._lines.items() if lines]
         last = sorted((process for process in found if _written(process) >= since), key=_written)
-        # After a run has healed or was resized, another process, or none, has the rank of a process that left.
+        # Of a process that has left the run another one, or none, has the rank now.
         by_rank = {int(process.lines[-1]["rank"]): process for process in last}
         ranks = last[-1].lines[-1]["ranks"] if last else 0
         return [process for rank, process in sorted(by_rank.items()) if rank < ranks]

@@ -265,7 +265,7 @@ class RecordFiles:
         """Note the end of this start; the first rank does that."""
         self._add(ENDS, line)
 
-    def wrong_part(self, line: Mapping[str, Any]) -> None:
+    def audit_found(self, line: Mapping[str, Any]) -> None:
         """Note what an audit has found; the first rank does that."""
         self._add(AUDITS, line)
 

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ContextDecorator
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,7 @@ from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.record.reading import DEATHS, METRICS, OWN, own_metrics, read_end
 from mpishard.record.record_files import RecordFiles, require_tensorboard
 from mpishard.record.stacks import StackReporter
+from mpishard.watch.sampler import LOOK_S
 
 
 class StepTimes:
@@ -474,22 +475,22 @@ class RunRecord:
             files.end(line | {"reason": reason, "way_on": way_on})
         self._goes_on = False
 
-    def wrong_part(self, step: int, micro_batch: int, wrong: Sequence[Mapping[str, Any]]) -> None:
-        """Note that an audit has found a micro-batch computed wrongly: the first rank writes a line.  Not collective.
+    def audit_found(self, step: int, last_right: int = 0, **facts: Any) -> None:
+        """Note what an audit has found: the first rank writes a line.  Not collective.
 
         Parameters
         ----------
         step : int
-            The step, which is then taken again.
-        micro_batch : int
-            Its number in the batch.
-        wrong : sequence of mapping
-            Rank, host and pid of who computed it wrongly.
+            The step whose micro-batch was found, or after which copies were compared.
+        last_right : int
+            The last step after which the processes were known to be right; 0 if there is none.
+        **facts
+            The other fields of ``audits.jsonl``: ``micro_batch`` or ``kind``, ``wrong``, ``differ`` and ``outcome``.
         """
         files = self._files
         if self.mesh.rank == 0 and not files.broken:
             line = {"step": self._before + step, "start": files.number_of_start(), "time": round(time.time(), 3)}
-            files.wrong_part(line | {"micro_batch": micro_batch, "wrong": list(wrong)})
+            files.audit_found(line | facts | {"last_right": last_right and self._before + last_right})
 
     def flush(self) -> None:
         """Write all lines that wait.  Not collective."""
@@ -519,7 +520,7 @@ class RunRecord:
         self.flush()
         # A thread answers also while the run is stuck.
         self._stack_reporter = StackReporter(
-            self.folder, files.name, self.mesh, self.flush, self._trace.request, self.every or 1.0
+            self.folder, self.mesh, self.flush, self._trace.request, self.every or LOOK_S
         )
         self._stack_reporter.watch()
         atexit.register(self.flush)

@@ -1,9 +1,7 @@
-"""Where the processes of a run are, on request, and why the run hangs.
+"""Where the processes of a run are, on request; `mpishard.watch.diagnosis` says from that why the run hangs.
 
 `StackReporter` answers in each process: its stack, and the collective in which it waits.  `ask` asks all through the
-run's folder, and finds those that do not answer.  `diagnose` says from the answers which rank waits for which: a rank
-in a collective waits for the members that are not in it.  A rank for which others wait, and which itself waits for no
-rank, is the cause; if all ranks wait, the cause is a cycle.
+run's folder, and finds those that do not answer.
 """
 
 from __future__ import annotations
@@ -14,123 +12,103 @@ import math
 import os
 import signal
 import statistics
-import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from types import FrameType
+from typing import Any
 
-from mpishard.comm.ledger import Call
 from mpishard.comm.mesh import Mesh
-from mpishard.io.files import create, read_note, time_of, write_note
-from mpishard.launch.processes import state_here
-from mpishard.launch.script import innermost, main_frame
+from mpishard.io.files import open_to_append, read_note, time_of, write_note
 from mpishard.record.follower import Follower
-from mpishard.record.reading import PROCESSES, TRACE, Process, read_lines
-from mpishard.watch.diagnosis import Finding, shortest_cycle
-from mpishard.watch.sampler import REQUEST, WHERE
+from mpishard.record.reading import PROCESSES, TRACE, read_lines
+from mpishard.watch.calls import ANY, AXIS
+from mpishard.watch.folder import Asked, ask_all, read_answers, sort_out
+from mpishard.watch.sampler import LOOK_S, RUNS, WHERE, Sampler
 
 TRACE_REQUEST = "trace-next"
-_POLL_S = 1.0
-# After a wait of this many seconds, and after each further one, this process asks all others where they are.
-LONG_S = 15.0
-_RECENT, _DEEP = 5, 20
-# Removed from the front of file names, which leaves mpishard/nn/linear.py and numpy/....
-_LIBRARIES = f"{Path(__file__).parents[2]}{os.sep}"
+_RECENT = 5  # calls
 
 
-class StackReporter(threading.Thread):
-    """A thread that writes ``processes/NAME.where.json`` on request, so that a blocked process answers too.
+class StackReporter(Sampler):
+    """A thread that writes ``processes/HOST-PID.where.json`` on request, so that a blocked process answers too.
 
-    A request is a new file ``why`` in the folder of the record, or SIGQUIT (the stack is then of that moment).  After a
-    long wait in a call it requests an answer of all processes, so that the late rank is known even after the job has
-    ended.  The thread also calls `flush` periodically, and `trace` with the first and last step from a new note
-    ``trace-next`` in that folder.
+    A request is a new file ``why`` in the folder of the record, or SIGQUIT (the stack is then of that moment).  The
+    thread also calls `flush` periodically, and `trace` with the first and last step from a new note ``trace-next`` in
+    that folder.
     """
 
     def __init__(
         self,
         folder: Path,
-        name: str,
         mesh: Mesh,
         flush: Callable[[], None],
         trace: Callable[[tuple[int, int]], None],
         every: float,
     ) -> None:
-        super().__init__(name="mpishard-where", daemon=True)
-        self._request = folder / REQUEST
-        self._path = folder / "processes" / f"{name}{WHERE}"
-        self._stack_path = folder / "processes" / f"{name}.stack"
+        super().__init__(folder, every=min(LOOK_S, every))
         self._mesh = mesh
-        self._flush, self._trace, self._every = flush, trace, every
-        self._over = threading.Event()
-        self._stack: IO[bytes] | None = None
-        self._asked = time_of(self._request)
+        self._flush, self._trace, self._flush_every = flush, trace, every
+        self._flushed = time.monotonic()
         self._trace_request = folder / TRACE_REQUEST
         self._traced = time_of(self._trace_request)
+        self._stack: int | None = None
         self._dumped = 0
 
     def watch(self) -> None:
         with contextlib.suppress(OSError, AttributeError, ValueError):  # no disk, no SIGQUIT, not the main thread
-            self._stack_path.unlink(missing_ok=True)
-            self._stack = os.fdopen(create(self._stack_path), "wb")
+            self._stack = open_to_append(self.stack_path)
+            os.ftruncate(self._stack, 0)
             faulthandler.register(signal.SIGQUIT, self._stack, all_threads=False)
         self.start()
 
     def end(self) -> None:
-        self._over.set()
-        self.join()
+        super().end()
         if self._stack is not None:
             faulthandler.unregister(signal.SIGQUIT)
-            self._stack.close()
+            os.close(self._stack)
             if not self._dumped:
-                self._stack_path.unlink(missing_ok=True)
+                self.stack_path.unlink(missing_ok=True)
 
-    def run(self) -> None:
-        looked = flushed = time.monotonic()
-        while not self._over.wait(min(_POLL_S, self._every)):
-            now = time.monotonic()
-            if now - flushed >= self._every:
-                flushed = now
-                self._flush()
-            if now - looked < _POLL_S:
-                continue
-            looked = now
-            self._look_for_trace()
-            call = self._mesh.ledger.waiting
-            waited = 0.0 if call is None else time.perf_counter() - call.began
-            asked = time_of(self._request)
-            if waited > LONG_S and time.time() - asked > LONG_S:
-                with contextlib.suppress(OSError):
-                    write_note(self._request, None)
-                asked = time_of(self._request)
-            dumped = self._size_of_stack()
-            if asked > self._asked or dumped > self._dumped:
-                self._asked, self._dumped = asked, dumped
-                with contextlib.suppress(OSError):
-                    write_note(self._path, self.answer())
+    def place(self) -> dict[str, Any]:
+        ledger = self._mesh.ledger
+        recent = [str(entry.call) for entry in ledger.recent[-_RECENT:]]
+        return {"rank": self._mesh.rank, "ranks": self._mesh.size, "step": ledger.step, "recent": recent}
 
-    def answer(self) -> dict[str, Any]:
-        """The state of this process, as plain values."""
-        ledger, mesh = self._mesh.ledger, self._mesh
-        call = ledger.waiting_with_site
-        with main_frame() as frame:
-            stack = innermost(frame, _DEEP)
+    def waited(self) -> float:
+        call = self._mesh.ledger.waiting
+        return 0.0 if call is None else time.perf_counter() - call.began
+
+    def call(self, frame: FrameType | None) -> dict[str, Any] | None:
+        call = self._mesh.ledger.waiting
+        if call is None:
+            return None
+        members = list(call.members)
+        label = f" [{call.label}]" if call.label else ""
+        peers: dict[str, Any] = {}
+        if call.op in ("send", "recv"):  # between these two, or from any of them
+            peers = {"dest" if call.op == "send" else "source": 1 if len(members) == 2 else ANY}
         return {
-            "time": round(time.time(), 3),
-            "rank": mesh.rank,
-            "ranks": mesh.size,
-            "host": os.uname().nodename,
-            "process": os.getpid(),
-            "step": ledger.step,
-            "call": None
-            if call is None
-            else {**call_fields(call), "seconds": round(time.perf_counter() - call.began, 3)},
-            "recent": [call_fields(entry.call) for entry in ledger.recent[-_RECENT:]],
-            "stack": [f"{f.filename.removeprefix(_LIBRARIES)}:{f.lineno} ({f.name})" for f in stack],
+            "op": call.op,
+            "on": call.axis,
+            "class": AXIS,
+            "number": f"#{call.sequence}{' started' * call.started}",
+            "buffer": f"{call.elements} {call.dtype}{label}",
+            "size": len(members),
+            "members": members,
+            **peers,
         }
+
+    def look(self) -> None:
+        if time.monotonic() - self._flushed >= self._flush_every:
+            self._flushed = time.monotonic()
+            self._flush()
+        self._look_for_trace()
+        if self._stack is not None and (dumped := os.fstat(self._stack).st_size) > self._dumped:
+            self._dumped = dumped
+            self.write(self.answer())
+        super().look()
 
     def _look_for_trace(self) -> None:
         asked = time_of(self._trace_request)
@@ -139,26 +117,6 @@ class StackReporter(threading.Thread):
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
                 note = read_note(self._trace_request)
                 self._trace((int(note["first"]), int(note["last"])))
-
-    def _size_of_stack(self) -> int:
-        try:
-            return self._stack_path.stat().st_size if self._stack is not None else 0
-        except OSError:
-            return 0
-
-
-def call_fields(call: Call) -> dict[str, Any]:
-    """The fields of a call, as plain values."""
-    return {
-        "axis": call.axis,
-        "sequence": call.sequence,
-        "op": call.op,
-        "dtype": str(call.dtype),
-        "elements": call.elements,
-        "label": call.label,
-        "site": call.site,
-        "members": list(call.members),
-    }
 
 
 # The side that asks.
@@ -169,58 +127,25 @@ _NOTICE_S = 3.0
 # A trace may take this many times longer than expected.
 _PATIENCE = 3.0
 
-# The fields of an answer and of its calls, with their types.
-_ANSWER = {"time": int | float, "rank": int, "step": int, "call": dict | None, "recent": list, "stack": list}
-_CALL = dict.fromkeys(("axis", "op", "dtype", "label", "site"), str) | {
-    "sequence": int,
-    "elements": int,
-    "members": list,
-}
-_WAIT = {"seconds": int | float}
 
-
-@dataclass(frozen=True)
-class Asked:
-    """The answers to a request, by rank; see `mpishard.record.stacks.StackReporter.answer`."""
-
-    answers: list[dict[str, Any]]
-    silent: dict[int, str]  # ranks without an answer, and the state of their process
-    fresh: bool  # False if no process answered; `answers` are then older ones
-    ending: str  # see `Follower.ending`
-
-
-def ask(folder: Path, limit: float) -> Asked:
+def ask(folder: Path, limit: float) -> tuple[Asked, str]:
     """Ask the processes of the last start, and wait up to `limit` seconds; with 0, read their last answers.
 
-    Raises OSError if the record's folder cannot be written.
+    The text is `Follower.ending`, empty while the run goes on.  Raises OSError if the record's folder cannot be
+    written.
     """
     run = Follower(folder)
     run.update()
     if run.ended_in_order:
-        return Asked([], {}, fresh=False, ending=run.ending)
-    processes = run.processes
-    answers: dict[str, dict[str, Any]] = {}
-    request = folder / REQUEST
-    if limit > 0:
-        write_note(request, None)
-        asked, deadline = request.stat().st_mtime, time.monotonic() + limit
-        while len(answers) < len(processes) and time.monotonic() < deadline:
-            time.sleep(_ASK_POLL_S)
-            answers = _answers(folder, processes, since=asked)
-    fresh = bool(answers)
-    if not fresh:
-        answers = _answers(folder, processes, since=run.start.get("time", 0.0))
-        run.update()
-        # Older answers of processes that have left the run say nothing about its end.
-        answers = {name: answer for name, answer in answers.items() if answer["step"] >= run.last_step}
-    found = sorted(answers.values(), key=lambda answer: int(answer["rank"]))
-    silent = {int(p.lines[-1]["rank"]): _state(p, limit) for p in processes if p.name not in answers}
-    known = {int(answer["rank"]) for answer in found} | silent.keys()
-    ranks = int(processes[-1].lines[-1]["ranks"]) if processes else 0
-    # With many ranks only some have a file.
-    if len(processes) == ranks or ranks <= len(known):
-        silent |= {rank: "it has no file in this record" for rank in range(ranks) if rank not in known}
-    return Asked(found, silent, fresh, "" if fresh else run.ending)
+        return Asked([], {}, 0, is_over=True), run.ending
+    before = _answers(run, run.start.get("time", 0.0))
+    asked = ask_all(folder, limit, before, lambda since: _answers(run, since))
+    if not asked.is_over:
+        return asked, ""
+    run.update()
+    # Older answers of processes that have left the run say nothing about its end.
+    answers = [answer for answer in asked.answers if answer["step"] >= run.last_step]
+    return replace(asked, answers=answers), run.ending
 
 
 def ask_for_trace(folder: Path, count: int) -> tuple[int, int]:
@@ -251,140 +176,15 @@ def ask_for_trace(folder: Path, count: int) -> tuple[int, int]:
     raise ValueError(f"{folder} has no trace of the steps {first} to {last} yet; see mpishard why {folder}")
 
 
-def _answers(folder: Path, processes: list[Process], since: float) -> dict[str, dict[str, Any]]:
-    found = {}
-    for process in processes:
-        path = folder / PROCESSES / f"{process.name}{WHERE}"
-        with contextlib.suppress(OSError, ValueError):  # a process without an answer, or with a damaged one, is silent
-            if path.stat().st_mtime >= since and _is_answer(answer := read_note(path)):
-                found[process.name] = answer
-    return found
-
-
-def _is_answer(found: Any) -> bool:
-    """Return True if the content of a file is what `StackReporter.answer` writes."""
-    if not _has(found, _ANSWER) or not all(isinstance(line, str) for line in found["stack"]):
-        return False
-    waits = [] if found["call"] is None else [found["call"]]
-    calls = found["recent"] + waits
-    if not all(_has(call, _CALL) for call in calls) or not all(_has(call, _WAIT) for call in waits):
-        return False
-    return all(isinstance(rank, int) for call in calls for rank in call["members"])
-
-
-def _has(found: Any, fields: dict[str, Any]) -> bool:
-    return isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in fields.items())
-
-
-def _state(process: Process, limit: float) -> str:
-    """The state of a process that does not answer, as far as this machine can see it."""
-    host, _, number = process.name.rpartition("-")
-    which = f"process {number} on {host}"
-    if state := state_here(process.name):
-        return f"{which} {state}"
-    return f"{which} gave no answer in {limit:g} s: its host is lost, or it is blocked and holds Python's lock"
-
-
-# Who waits for whom.
-
-_LEAST_S = 1.0  # shorter waits are normal
-
-
-def diagnose(answers: Sequence[Mapping[str, Any]], silent: Mapping[int, str]) -> list[Finding]:
-    """Diagnose a run from the answers of its ranks.
-
-    `answers` are from `mpishard.record.stacks.StackReporter.answer`, at most one per rank; `silent` has the
-    ranks that do not answer, and the state of their process.  Kinds: ``"waits"``, ``"missing"`` (runs code while others
-    wait), ``"silent"``, ``"mismatch"`` (members of one communicator wait in different calls), ``"cycle"``, or
-    ``"runs"`` if no rank waits for long.
-    """
-    by_rank = {int(answer["rank"]): answer for answer in answers}
-    waiting = {rank: a["call"] for rank, a in by_rank.items() if a["call"] and a["call"]["seconds"] >= _LEAST_S}
-    if not waiting:
-        running = [Finding((rank,), "runs", _place(answer)) for rank, answer in sorted(by_rank.items())]
-        return [*running, *_silent(silent, set())]
-    groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for rank, call in sorted(waiting.items()):
-        groups[_key(rank, call)].append(rank)
-    findings = [_waits(ranks, waiting) for ranks in groups.values()]
-    wanted = {rank: _awaited(rank, waiting, groups) for rank in waiting}
-    awaited = set().union(*wanted.values())
-    findings += _mismatches(waiting, wanted)
-    causes = sorted(awaited - waiting.keys())
-    findings += [
-        Finding((rank,), "missing", f"is waited for, and {_place(by_rank[rank])}") for rank in causes if rank in by_rank
-    ]
-    findings += _silent(silent, awaited)
-    if not causes and not any(finding.kind == "mismatch" for finding in findings):
-        cycle = shortest_cycle(wanted)
-        if cycle:
-            chain = ", ".join(f"{rank} for {other}" for rank, other in zip(cycle, [*cycle[1:], cycle[0]], strict=True))
-            findings.append(Finding(tuple(cycle), "cycle", f"wait for each other in a circle ({chain}): a deadlock"))
-    return findings
-
-
-def _key(rank: int, call: Mapping[str, Any]) -> tuple[Any, ...]:
-    """A key that is the same for all ranks that wait in the same call."""
-    alone = (rank,) if call["op"] in ("send", "recv") else ()
-    return call["axis"], tuple(call["members"]), call["op"], call["sequence"], *alone
-
-
-def _awaited(rank: int, waiting: Mapping[int, Any], groups: Mapping[Any, list[int]]) -> set[int]:
-    """The members of the call in which `rank` waits that are not in that call."""
-    call = waiting[rank]
-    there = set(groups[_key(rank, call)])
-    return {member for member in call["members"] if member not in there}
-
-
-def _waits(ranks: list[int], waiting: Mapping[int, Any]) -> Finding:
-    call = waiting[ranks[0]]
-    longest = max(waiting[rank]["seconds"] for rank in ranks)
-    sites = {waiting[rank]["site"] for rank in ranks}
-    others = "" if len(sites) == 1 else f" (others at {', '.join(sorted(sites - {call['site']}))})"
-    missing = sorted(set(call["members"]) - set(ranks))
-    verb = "wait" if len(ranks) > 1 else "waits"
-    without = f", without {_ranks(missing)}" if missing else ", all have arrived"
-    return Finding(tuple(ranks), "waits", f"{verb} {longest:.0f} s in {_call(call)}{others}{without}")
-
-
-def _mismatches(waiting: Mapping[int, Any], wanted: Mapping[int, set[int]]) -> list[Finding]:
-    """Members of a communicator that wait in different calls on it, since their scripts took different paths."""
-    found: dict[tuple[Any, ...], set[int]] = defaultdict(set)
-    for rank, others in wanted.items():
-        call = waiting[rank]
-        for other in others & waiting.keys():
-            there = waiting[other]
-            if (there["axis"], there["members"]) == (call["axis"], call["members"]) and call["op"] not in (
-                "send",
-                "recv",
-            ):
-                found[call["axis"], tuple(call["members"])] |= {rank, other}
-    findings = []
-    for (axis, _), ranks in found.items():
-        calls = "; ".join(f"rank {rank} in {_call(waiting[rank])}" for rank in sorted(ranks))
-        text = f"are in different calls of the {axis} axis, which can never meet: {calls}"
-        findings.append(Finding(tuple(sorted(ranks)), "mismatch", text))
-    return findings
-
-
-def _silent(silent: Mapping[int, str], awaited: Any) -> list[Finding]:
-    return [
-        Finding((rank,), "silent", f"{'is waited for, and ' if rank in awaited else ''}does not answer: {what}")
-        for rank, what in sorted(silent.items())
-    ]
-
-
-def _place(answer: Mapping[str, Any]) -> str:
-    stack = answer["stack"]
-    last = f"; its last collective was {_call(answer['recent'][-1])}" if answer["recent"] else ""
-    return f"runs {' < '.join(stack[:3]) or 'unknown code'} in step {answer['step']}{last}"
-
-
-def _call(call: Mapping[str, Any]) -> str:
-    label = f" [{call['label']}]" if call["label"] else ""
-    what = f"{call['axis']}.{call['op']} #{call['sequence']} of {call['elements']} {call['dtype']}{label}"
-    return f"{what} called at {call['site']}" if call["site"] else what
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def _answers(run: Follower, since: float) -> Asked:
+    """What the processes of the last start have answered since a time."""
+    silent: dict[int, tuple[dict[str, Any], float]] = {}
+    answered: dict[int, tuple[dict[str, Any], float]] = {}
+    for process in run.processes:
+        host, _, number = process.name.rpartition("-")
+        rank = int(process.lines[-1]["rank"])
+        silent[rank] = {"rank": rank, "host": host, "process": number, "state": RUNS}, -1.0
+        for answer, written in read_answers([run.folder / PROCESSES / f"{process.name}{WHERE}"]):
+            if isinstance(answer.get("step"), int):
+                answered[answer["rank"]] = answer, written
+    return sort_out(silent | answered, since)

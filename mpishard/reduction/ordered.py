@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
+from mpishard.backend.row_sums import add_by_tree
 from mpishard.comm.axis import Axis
 from mpishard.comm.channel import ChainedRequest
 from mpishard.layout.boxes import run_lengths, run_of, split
 from mpishard.parameters.buckets import Bucket
-from mpishard.reduction.tree_sum import TermAssignment, TreeNode, add_by_tree, sort_by_owner, tree_merges, tree_nodes
+from mpishard.reduction.tree_sum import TermAssignment, TreeNode, sort_by_owner, tree_merges, tree_nodes
 
 Array = Any
 

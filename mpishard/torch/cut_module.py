@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from mpishard.arguments import flag
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import agree_on_settings, opening, text_of
+from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.io import log
@@ -27,7 +29,7 @@ from mpishard.nn.tensor_parallel import AdjointPair, Copy, GatherColumns, Reduce
 from mpishard.torch.buffers import as_fact
 from mpishard.torch.memory import as_array, as_reals, broadcast_values, finish_stream
 from mpishard.torch.plan_checks import PassRecord, ReplicaGradients, copied, is_plain
-from mpishard.torch.plans import LayerCut, cuts_of, dropout_rate, styles_of, terms_of
+from mpishard.torch.plans import LayerCut, dropout_rate, planned, terms_of
 from mpishard.torch.tensor_ops import moved
 from mpishard.torch.units import HOW_TO_SAVE, plain_name, tensors_in
 
@@ -98,6 +100,7 @@ class CutModule:
         self._module = module
         self._mesh = mesh
         self._axis = mesh.tensor
+        self._met = mesh.tensor.times_bound  # as these ranks, which have compared the same passes
         self._cuts = cuts
         self._tensors = dict(tensors)
         self._terms = terms
@@ -114,11 +117,13 @@ class CutModule:
         activations = [what for layer in self._layers for what in _whole_activations(layer)]
         self._gradients = ReplicaGradients(self._axis, wholes, terms, activations)
         self._handles: list[Any] = []
+        self._noting: list[Any] = []  # the handles on parameters, through which Python finds no circles
         self._summoned = False
         self._is_lost = False
         self._is_local = False  # a pass sends nothing, and has the shapes of its tensors only
         self._record: PassRecord | None = None  # of the pass under way
         self._is_unchecked = checks_pass  # a pass shall be compared with one of the whole module
+        self._fits_whole = True  # which a rank has room for
         self.problem: ValueError | None = None  # what the comparison of gradients has found
 
     @classmethod
@@ -140,16 +145,9 @@ class CutModule:
         ranks = mesh.tensor.size
         if plan is None and ranks == 1:
             return None
-        styles = styles_of(module, plan)
-        cuts = cuts_of(module, styles, ranks)
+        styles, cuts = planned(module, plan, ranks)
         if ranks == 1:
             return None
-        if not cuts:
-            raise ValueError(
-                f"the mesh has tensor={ranks}, and {'the plan' if plan else 'this ' + type(module).__name__} cuts no "
-                "layer: give a plan of layers that ranks divide, as plan={'layers.*.up': 'colwise', 'layers.*.down': "
-                "'rowwise'}, or make the mesh with tensor=1"
-            )
         names = {id(p): name for name, p in {**trained, **frozen}.items()}
         shared = [p for cut in cuts if cut.shared is not None for p in cut.layer.parameters()]
         terms = frozenset(names[id(p)] for p in (*terms_of(module, styles), *shared))
@@ -167,7 +165,29 @@ class CutModule:
             f"a module cut over tensor ranks belongs to its mesh and cannot be copied or pickled: {HOW_TO_SAVE}"
         )
 
+    def check_ranks(self, plan: Any, ranks: int) -> None:
+        """Raise ValueError if the plan cannot cut the module over so many tensor ranks. Not collective."""
+        runs = [vars(cut.layer).pop("forward") for cut in self._cuts]
+        self._count_heads(whole=True)
+        with torch._C.DisableTorchFunctionSubclass():  # parameters freed under zero=3 have Python functions
+            own = {name: self._tensors[name].data for name in self._parts}
+            try:
+                for name, values in own.items():  # of the whole shape, without memory
+                    self._tensors[name].data = values.new_zeros(()).expand(self._parts[name].shape)
+                planned(self._module, plan, ranks)
+            finally:
+                for name, values in own.items():
+                    self._tensors[name].data = values
+                self._count_heads(whole=False)
+                for cut, run in zip(self._cuts, runs, strict=True):
+                    cut.layer.forward = run
+
     # -- the parts of this rank ---------------------------------------------------------------------------------------
+
+    @property
+    def axis(self) -> Axis:
+        """The tensor axis."""
+        return self._axis
 
     @property
     def place(self) -> ModelParallelRank:
@@ -193,6 +213,14 @@ class CutModule:
             box[part.dim] = (start, start + length)
             boxes.append(tuple(box))
         return ParameterSpec(name, part.shape, parts=tuple(boxes), packed=part.packed)
+
+    def own_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of this rank's part of a parameter of some shape."""
+        part = self._parts.get(name)
+        if part is None:
+            return shape
+        length = sum(length for _, length in part.runs(self._axis.rank))
+        return (*part.shape[: part.dim], length, *part.shape[part.dim + 1 :])
 
     def own_part(self, name: str, whole: Any) -> Any:
         """This rank's part of a parameter. Not collective."""
@@ -223,18 +251,22 @@ class CutModule:
             found.append(values.view(shape).chunk(part.packed, part.dim))
         return torch.cat([packed for layer in zip(*found, strict=True) for packed in layer], part.dim)
 
-    def cut(self, buffers: Mapping[str, Any]) -> None:
-        """Leave this rank its part of each parameter, with the values of tensor rank 0, and cut the passes."""
+    def cut(self, buffers: Mapping[str, Any], is_filled: bool) -> None:
+        """Leave this rank its part of each parameter, with the values of tensor rank 0, and cut the passes.
+
+        What is on the device meta stays there. If it `is_filled`, the rank has its parts alone already.
+        """
         for buffer in buffers.values():
             broadcast_values(buffer, self._axis)
-        for name, p in self._tensors.items():
+        for name, p in () if is_filled else self._tensors.items():
             broadcast_values(p, self._axis)
             if name in self._parts:
                 p.data = self.own_part(name, p.detach()).contiguous()
                 p.grad = None
         self._count_heads(whole=False)
         # torch.compile would try to trace the messages.
-        own = CutModule._run, CutModule._check_input, CutModule._before, CutModule._after
+        kind = type(self)
+        own = kind._run, kind._check_input, kind._before, kind._after
         run, check, before, after = map(torch.compiler.disable, own)
         for layer in self._layers:
             cut = layer.cut
@@ -251,9 +283,15 @@ class CutModule:
             self._module.register_forward_pre_hook(_Hook(before, self), prepend=True, with_kwargs=True),
             self._module.register_forward_hook(_Hook(after, self), always_call=True),
         ]
+
+    def watch_gradients(self) -> None:
+        """Note the gradients of what all ranks have whole; a parameter that gets memory later loses its hooks.
+
+        Not collective.
+        """
         for name, p in self._gradients.tensors.items():
             hook = _Hook(CutModule._note_gradient, self, name)
-            self._handles.append(p.register_post_accumulate_grad_hook(hook))
+            self._noting.append(p.register_post_accumulate_grad_hook(hook))
 
     def remove(self, restores: bool) -> None:
         """Remove what `cut` has changed; if `restores`, give the module whole parameters, else its passes raise.
@@ -262,6 +300,9 @@ class CutModule:
         """
         if self._is_lost or not self._handles:
             return
+        for handle in self._noting:
+            handle.remove()
+        self._noting.clear()
         if not restores:
             self._is_lost = True
             return
@@ -291,11 +332,11 @@ class CutModule:
         with opening(self._axis, "summon_full_parameters") as same:
             same["writeback"] = flag("writeback", writeback)
         own = {name: self._tensors[name].data for name in self._parts}
-        for name, values in own.items():
-            self._tensors[name].data = self.whole(name, values)
         self._summoned = True
         self._count_heads(whole=True)
-        try:
+        try:  # a rank may die while the parts are gathered
+            for name, values in own.items():
+                self._tensors[name].data = self.whole(name, values)
             yield
             for name, p in self._tensors.items() if writeback else ():
                 broadcast_values(p, self._mesh.world if whole_on_data_ranks else self._axis)
@@ -314,6 +355,22 @@ class CutModule:
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def without_messages(self) -> Iterator[None]:
+        """A context whose passes send nothing: tensors have their shapes, and values without meaning.
+
+        Not collective.
+        """
+        self._is_local = True
+        try:
+            yield
+        finally:
+            self._is_local = False
+
+    def end_pass(self) -> None:
+        """Forget the inputs of a pass of the module, or of a stage of it. Not collective."""
+        self._entered = None, 0, None
+
     def _layer_of(self, cut: LayerCut) -> _Layer:
         pair: AdjointPair | None = None
         if cut.style.whole:
@@ -331,8 +388,8 @@ class CutModule:
         if cut.kind == "Embedding":
             return self._look_up(layer, x)
         if cut.kind == "experts":
-            chosen, weights = others
-            y = layer.own(self._enter_once(layer, x), chosen, moved(weights, self._enter))
+            routing = [others[0], moved(others[1], self._enter)] if others else []
+            y = layer.own(self._enter_once(layer, x), *routing)
             return self._gradients.watch(layer.gives, self._moved(y, self._leave))
         weight, bias = own.weight.t() if cut.kind == "Conv1D" else own.weight, own.bias
         if cut.style.cuts == "outputs":
@@ -362,13 +419,15 @@ class CutModule:
         cut = layer.cut
         if cut.style.cuts != "inputs" or cut.style.whole:
             return x
-        start, stop = cut.offsets[self._axis.rank : self._axis.rank + 2]
-        return x[..., start:stop]
+        part = TensorPart(-1, cut.style.packed, cut.offsets, x.shape)
+        return torch.cat([x.narrow(-1, *run) for run in part.runs(self._axis.rank)], -1)
 
     def _enter_once(self, layer: _Layer, x: Any) -> Any:
         """An input of layers whose outputs are cut: one for all that get it, so that its gradient is summed once."""
-        if not (torch.is_grad_enabled() and x.requires_grad):
+        if self._is_local or not (torch.is_grad_enabled() and x.requires_grad):
             return x
+        if layer.cut.is_adapter:  # its input is its own, and comes between layers that share one
+            return moved(self._gradients.watch(layer.takes, x), self._enter)
         last, version, entered = self._entered
         if last is not x or version != x._version:
             entered = moved(self._gradients.watch(layer.takes, x), self._enter)
@@ -382,7 +441,8 @@ class CutModule:
             y = layer.own(x)
             return y if layer.pair is None else self._gradients.watch(layer.gives, self._moved(y, layer.pair))
         first, stop = cut.offsets[self._axis.rank : self._axis.rank + 2]
-        if not x.is_cuda and x.numel() and not (0 <= int(x.min()) and int(x.max()) < cut.offsets[-1]):
+        has_values = not self._is_local and not x.is_cuda and x.numel()
+        if has_values and not (0 <= int(x.min()) and int(x.max()) < cut.offsets[-1]):
             raise IndexError(f"{cut.path!r} has {cut.offsets[-1]} rows, and got {int(x.min())} to {int(x.max())}")
         is_here = (x >= first) & (x < stop)
         padding = own.padding_idx
@@ -396,14 +456,17 @@ class CutModule:
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
-    def check_first_pass(self, gathered: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    def check_first_pass(
+        self, gathered: Callable[[], contextlib.AbstractContextManager[None]], fits_whole: bool
+    ) -> None:
         """Let the next pass be compared with one of the whole module, if that is wanted. Not collective.
 
         `gathered` makes a context in which this rank has the values of all its parts. To be called after the hooks that
-        gather them.
+        gather them. Unless the whole module `fits_whole` a rank, only the shapes of a pass are checked.
         """
+        self._fits_whole = fits_whole
         if self._is_unchecked:
-            hook = _Hook(torch.compiler.disable(CutModule._check_pass), self, gathered)
+            hook = _Hook(torch.compiler.disable(type(self)._check_pass), self, gathered)
             self._handles.append(self._module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
 
     def _check_pass(self, gathered: Any, module: Any, args: Any, kwargs: Any) -> None:
@@ -411,12 +474,14 @@ class CutModule:
 
         The first of three sends nothing, so that all ranks raise an error that one has by the shape of its part.
         """
-        if self._summoned or not self._is_unchecked:
+        if self._summoned:
+            return
+        self._meet()
+        if not self._is_unchecked:
             return
         self._agree_on_inputs(args, kwargs)
         if not is_plain((args, kwargs)):
             return
-        modes = {child: child.training for child in module.modules()}
 
         def record() -> PassRecord:
             self._record = PassRecord()
@@ -428,26 +493,21 @@ class CutModule:
             finally:
                 self._record = None
 
-        device = next(iter(self._tensors.values())).device
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), gathered():
+        with self._without_trace(module, gathered):
+            self._is_local = True
             try:
-                for child in modes:
-                    child.training = False
-                self._is_local = True
-                try:
-                    with raised_on_all(self._axis):
-                        record()
-                except Exception as error:
-                    error.add_note(_OF_PARTS)
-                    raise
+                with raised_on_all(self._axis):
+                    record()
+            except Exception as error:
+                error.add_note(_OF_PARTS)
+                raise
+            finally:
                 self._is_local = False
+            own = whole = PassRecord()
+            if self._fits_whole:
                 own = record()
                 with self.summoned(False, False), raised_on_all(self._axis):
                     whole = record()
-            finally:
-                self._is_local = False
-                for child, mode in modes.items():
-                    child.training = mode
         with raised_on_all(self._axis):
             try:
                 own.check(whole)
@@ -461,6 +521,45 @@ class CutModule:
                 ) from None
         self._is_unchecked = False
 
+    def _meet(self) -> None:
+        """Where other ranks have taken the places of some: compare nothing more that any of them has compared."""
+        if self._met == self._axis.times_bound:
+            return
+        compared = np.array([not self._is_unchecked, self._gradients.steps], np.int64)
+        self._axis.all_reduce(compared, op="max", label="control")
+        was_checked, steps = compared.tolist()
+        self._is_unchecked = not was_checked
+        self._gradients.begin_after(steps)
+        self._met = self._axis.times_bound
+
+    @property
+    def is_unchecked(self) -> bool:
+        """Whether a pass shall be compared with one of the whole module."""
+        return self._is_unchecked
+
+    def check_pass(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Compare a pass with these arguments now, as of a module that a pipeline passes in stages."""
+        self._check_pass(contextlib.nullcontext, module, args, kwargs)
+
+    @staticmethod
+    def explain(error: Exception) -> None:
+        """Note with an error of a pass without messages that each layer had a rank's part."""
+        error.add_note(_OF_PARTS)
+
+    @contextlib.contextmanager
+    def _without_trace(self, module: Any, gathered: Any) -> Iterator[None]:
+        """A context for passes that are compared: in evaluation mode, with random numbers of their own."""
+        modes = {child: child.training for child in module.modules()}
+        device = next(iter(self._tensors.values())).device
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), gathered():
+            try:
+                for child in modes:
+                    child.training = False
+                yield
+            finally:
+                for child, mode in modes.items():
+                    child.training = mode
+
     def _agree_on_inputs(self, args: Any, kwargs: Any) -> None:
         self._check_alive()
         given = [f"{tuple(each.shape)} {text_of(as_fact(each))}" for each in tensors_in((args, kwargs))]
@@ -472,11 +571,16 @@ class CutModule:
             remedy="tensor ranks need the same samples: DistributedSampler(data, mesh.data.size, mesh.data.rank)",
         )
 
-    def _before(self, module: Any, args: Any, kwargs: Any) -> None:
-        """Before a pass of the module: compare its inputs over the ranks, and let them draw the same random numbers."""
-        if self._summoned:
+    def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
+        """Before a pass of the module: compare its inputs over the ranks, and let them draw the same random numbers.
+
+        Those of a pipeline are compared before, as samples.
+        """
+        if self._summoned or self._is_local:
             return
-        self._agree_on_inputs(args, kwargs)
+        self._meet()
+        if self._mesh.pipeline.size == 1:
+            self._agree_on_inputs(args, kwargs)
         if self._drops and module.training:
             device = next(iter(self._tensors.values())).device
             state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
@@ -486,8 +590,8 @@ class CutModule:
             else:
                 torch.set_rng_state(state)
 
-    def _after(self, module: Any, args: Any, output: Any) -> None:
-        self._entered = None, 0, None
+    def _after(self, module: Any, args: Any, output: Any) -> Any:
+        self.end_pass()
 
     def _check_input(self, cut: LayerCut, layer: Any, args: Any) -> None:
         """Raise unless an input has as many columns as this rank has of the layer; not collective."""

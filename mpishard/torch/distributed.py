@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,18 +20,20 @@ from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.torch.batch_norm import has_norms_over_ranks
 from mpishard.torch.buffers import MODES
 from mpishard.torch.cut_module import CutModule
+from mpishard.torch.layer_filler import LayerFiller
 from mpishard.torch.live_groups import LiveGroups, RuleGroups, groups_of
 from mpishard.torch.memory import array_module
 from mpishard.torch.micro_batches import ModulePasses, PipelinedPasses, PipelineSettings
 from mpishard.torch.module import (
     ModuleTensors,
-    Sharding,
+    UnitSharding,
     check_other_trainers,
     check_unchanged,
     known_state,
     state_of,
 )
 from mpishard.torch.module_optimizer import ModuleOptimizer
+from mpishard.torch.sequences import SequenceModule
 from mpishard.torch.staged_module import StagedModule
 from mpishard.torch.stages import layers_of
 from mpishard.torch.torch_rule import rule_of_optimizer
@@ -44,8 +47,8 @@ def as_distributed(
     zero: int = 0,
     buffers: str = "broadcast",
     shard_units: Any = "auto",
-    materialize: Callable[[Any], Any] | None = None,
-    plan: Mapping[str, Any] | None = None,
+    materialize: str | os.PathLike[str] | Callable[[Any], Any] | None = None,
+    plan: Mapping[str, Any] | str | None = None,
     check_plan: bool = True,
     stages: Sequence[str] | Mapping[str, Any] | None = None,
     schedule: str = "1f1b",
@@ -55,7 +58,8 @@ def as_distributed(
     """Set up a PyTorch module for DDP or ZeRO-1, 2 or 3 over the ranks of a mesh; use the result as its optimizer.
 
     On a mesh with tensor ranks its layers are cut over these, by a plan; on one with pipeline ranks each keeps the
-    layers of its stages, and `ModuleOptimizer.loss_and_gradient` makes the passes.
+    layers of its stages, and `ModuleOptimizer.loss_and_gradient` makes the passes; where there are both, each layer of
+    a stage is cut.
 
     The module has no wrapper and is used as before.  Its parameters become views into one flat array, with the values
     of rank 0 on all ranks, and hooks send each gradient as soon as autograd has finished it.  PyTorch gets as many
@@ -71,8 +75,8 @@ def as_distributed(
         another dtype is its master, rounded, and ``p.grad`` has the dtype of the masters.  Change the module before:
         freeze, move, load.  ``torch.compile`` may come before or after.
     mesh : Mesh or ShardingConfiguration
-        Its tensor or its pipeline size is 1.  Settings such as `max_gradient_norm`, which clips, are in a
-        configuration.  A mesh alone stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)`` with
+        Settings such as `max_gradient_norm`, which clips, are in a configuration.  A mesh alone stands for
+        ``ShardingConfiguration.create_for_high_bandwidth(mesh)`` with
         ``overlap_communication=False`` and ``minimum_parameter_group_size=2**21``.
     rule : Rule, torch.optim.Optimizer or ShardedOptimizer
         Such as ``mpishard.AdamW(lr=1e-3)``, whose `lr` may be a schedule; or an optimizer of PyTorch that was made for
@@ -97,25 +101,32 @@ def as_distributed(
         unit with what is left, and with a parameter that two units share.  "auto" takes the layers of its
         ``ModuleList`` and ``Sequential`` that have 32768 elements or more, and looks within those that have more than a
         quarter of all.
-    materialize : callable, optional
-        Under ``zero=3`` for a module on the device meta, so that no rank has all parameters at any time:
+    materialize : path or callable, optional
+        For a module on the device meta, so that no rank has parameters that it does not keep: a safetensors file, or a
+        folder with ``model.safetensors`` or several files and their index, as ``save_pretrained`` writes it, of whose
+        tensors each rank reads its parts; their names are those in the module's ``state_dict``.  Or a function:
         ``materialize(layer)`` is called with each submodule that has its own parameters or buffers, when these
         have memory, and fills them in place, as ``lambda layer: layer.reset_parameters()``.  The values of rank 0 are
-        taken.  After an error in it, the module is in no usable state.
-    plan : mapping of str to str, tuple or ParallelStyle, optional
+        taken, and of one layer a rank has all parameters meanwhile.  After an error in it, the module is in no usable
+        state.
+    plan : mapping of str to str, tuple or ParallelStyle, or "sequence", optional
         Which layers the tensor ranks of the mesh divide: the style of each by its name, in which ``*`` is any part, as
         ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``.  Styles are the names of transformers "colwise",
         "colwise_gather_output" or "colwise_rep", "rowwise", "rowwise_split_input" or "rowwise_rep", "packed_colwise" or
-        ``("packed_colwise", 3)``, "embedding_rowwise", "embedding_colwise", "moe_tp_experts", "replicate" and
-        "replicated_with_grad_allreduce", or a ``ColwiseParallel`` or ``RowwiseParallel`` of PyTorch.  Layers that it
-        does not name are whole on each tensor rank.  Default: the plan of the module itself, ``module.tp_plan``, as
-        models of transformers have it.  Then all tensor ranks of a data rank call the module with the same samples,
-        ``p.grad`` cannot be used, and the module is whole only within `summon_full_parameters` and after
-        `ModuleOptimizer.close`.  Shoeybi et al., "Megatron-LM" (2019), section 3.
+        ``("packed_colwise", 3)``, "packed_rowwise", "embedding_rowwise", "embedding_colwise", "moe_tp_experts",
+        "replicate" and "replicated_with_grad_allreduce", or a ``ColwiseParallel`` or ``RowwiseParallel`` of PyTorch.
+        Layers that it does not name are whole on each tensor rank.  Default: the plan of the module itself,
+        ``module.tp_plan``, as models of transformers have it.  Then all tensor ranks of a data rank call the module
+        with the same samples, ``p.grad`` cannot be used, and the module is whole only within `summon_full_parameters`
+        and after `ModuleOptimizer.close`.  Shoeybi et al., "Megatron-LM" (2019), section 3.  With "sequence" tensor
+        ranks divide the tokens of each sequence in place of the layers, for a decoder of transformers: each has its
+        tokens of what the module returns, and the ``loss`` of all labels.  Jacobs et al., "DeepSpeed Ulysses" (2023),
+        section 3.
     check_plan : bool
         Whether the first pass of a module that tensor ranks have cut is compared with that of the whole module, and
         raises ValueError on all tensor ranks where they differ.  This takes three passes without gradients, in
-        evaluation mode, and meanwhile the memory of the whole module on each tensor rank.
+        evaluation mode, and meanwhile the memory of the whole module on each tensor rank.  With `materialize` there is
+        one such pass, which checks shapes, and none under ``zero=3`` or on pipeline ranks.
     stages : sequence of str, or mapping, optional
         Where pipeline ranks cut the module: the names of the submodules at which the second and later stages begin, in
         the order of their calls, as ``["layers.4", "layers.8"]``; or a plan as that of transformers, whose keys are the
@@ -148,7 +159,7 @@ def as_distributed(
         ranks = mesh.pipeline.size
         order = PipelineSettings.of(schedule, chunks, microbatches, ranks)
         check_other_trainers(module, zero == 3 or mesh.data.size < mesh.size)
-        tensors = ModuleTensors.of(module, on_meta=zero == 3 and materialize is not None)
+        tensors = ModuleTensors.of(module, on_meta=materialize is not None)
         array_module(tensors.device)  # raises for a device that has no arrays
         check_unchanged(module)
         if isinstance(rule, torch.optim.Optimizer):
@@ -163,20 +174,33 @@ def as_distributed(
         optimizer = optimizer_of_whole_model(
             "a PyTorch module", rule, config, zero, shards_parameters=True, splits_model=True
         )
-        staged: StagedModule | None = None
         if ranks > 1:
             _check_stages(module, optimizer, zero)
+        checks_pass = flag("check_plan", check_plan) and (materialize is None or (zero != 3 and ranks == 1))
+        cuts: CutModule | None
+        if isinstance(plan, str) and plan == "sequence":
+            cuts = SequenceModule.of_model(module, mesh, tensors.trained, tensors.frozen, checks_pass=checks_pass)
+        else:
+            cuts = CutModule.of(module, plan, mesh, tensors.trained, tensors.frozen, checks_pass=checks_pass)
+        staged: StagedModule | None = None
+        if ranks > 1:
             layers = layers_of(module, stages, ranks * chunks)
-            staged = StagedModule(module, mesh, layers, tensors.trained, tensors.frozen)
-        cuts = CutModule.of(
-            module, plan, mesh, tensors.trained, tensors.frozen, checks_pass=flag("check_plan", check_plan)
-        )
-        if cuts is not None:
-            _check_cuts(optimizer, materialize)
-            same |= {"plan": cuts.described, "check_plan": check_plan}
-        elif staged is not None:
+            staged = StagedModule(module, mesh, layers, tensors.trained, tensors.frozen, cuts)
             same["stages"] = staged.described
-        elif zero == 1 and not config.reproducible and config.compressor is None and config.loss_scale is None:
+        filler: LayerFiller | None = None
+        if materialize is not None:
+            filler = LayerFiller(materialize, module, {**tensors.trained, **tensors.frozen}, mesh.world, cuts, staged)
+            same["materialize"] = filler.described
+        if cuts is not None:
+            _check_cuts(optimizer)
+            if zero == 3 and filler is not None and not filler.reads_parts:
+                raise ValueError(
+                    f"materialize is a function, which fills whole layers, and zero=3 with tensor={mesh.tensor.size} "
+                    "has parts of them: give it a folder or file of safetensors, or use zero=2"
+                )
+            same |= {"plan": cuts.described, "check_plan": check_plan}
+        is_plain = not config.reproducible and config.compressor is None and config.loss_scale is None
+        if zero == 1 and cuts is None and staged is None and is_plain:
             optimizer = ZeRO1WithGradients(optimizer.rule, config)
         groups = groups_of(optimizer.rule, tensors.trained)
         if buffers not in MODES:
@@ -184,12 +208,12 @@ def as_distributed(
         same |= {"zero": zero, "buffers": buffers, **tensors.described}
         same |= {"schedule": schedule, "chunks": chunks, "microbatches": order.microbatches}
         if zero == 3:
-            sharding = Sharding.of(module, tensors, shard_units, mesh.data, materialize, divides_frozen=True)
+            sharding = UnitSharding.of(module, tensors, shard_units, mesh.data, divides_frozen=True)
             same["shard_units"] = sharding.described
-        elif materialize is not None or not (isinstance(shard_units, str) and shard_units == "auto"):
-            raise ValueError(f"shard_units and materialize are for zero=3, which divides the parameters; zero={zero!r}")
+        elif not (isinstance(shard_units, str) and shard_units == "auto"):
+            raise ValueError(f"shard_units is for zero=3, which divides the parameters; zero={zero!r}")
     torch.set_num_threads(mesh.blas_threads)
-    state = state_of(module, tensors, buffers, sharding, cuts, staged)
+    state = state_of(module, tensors, buffers, sharding, cuts, staged, filler)
     before: Any = optimizer.rule
     try:
         if isinstance(groups, RuleGroups):
@@ -215,18 +239,12 @@ def as_distributed(
 
 def _check_stages(module: Any, optimizer: ShardedOptimizer, zero: int) -> None:
     """Raise ValueError for what pipeline ranks of a module cannot do."""
-    mesh = optimizer.mesh
-    with_pipeline = f"with pipeline={mesh.pipeline.size}"
-    if mesh.tensor.size > 1:
-        raise ValueError(
-            f"the mesh is {mesh.sizes}: a PyTorch module is cut over tensor ranks or over pipeline ranks, not over "
-            "both; make it with tensor=1 or pipeline=1"
-        )
-    if zero == 3 or optimizer.strategy_class.shards_parameters:
+    with_pipeline = f"with pipeline={optimizer.mesh.pipeline.size}"
+    if zero == 3 or optimizer.sharding.shards_parameters:
         raise ValueError(
             f"zero=3 {with_pipeline}: stages have their parameters whole; use zero=2, or make the mesh with pipeline=1"
         )
-    if optimizer.strategy_class.workers_differ:
+    if optimizer.sharding.workers_differ:
         raise ValueError(
             f"{type(optimizer).__name__} {with_pipeline}: workers that take steps by themselves have whole modules; "
             "use sync_every=1 and zero=0 to 2, or make the mesh with pipeline=1"
@@ -248,18 +266,13 @@ def _check_stages(module: Any, optimizer: ShardedOptimizer, zero: int) -> None:
         )
 
 
-def _check_cuts(optimizer: ShardedOptimizer, materialize: Any) -> None:
+def _check_cuts(optimizer: ShardedOptimizer) -> None:
     """Raise ValueError for what tensor ranks of a module cannot do."""
     mesh = optimizer.mesh
-    if optimizer.strategy_class.workers_differ:
+    if optimizer.sharding.workers_differ:
         raise ValueError(
             f"{type(optimizer).__name__} with tensor={mesh.tensor.size}: workers that take steps by themselves have "
             "whole modules; use sync_every=1 and zero=0 to 3, or make the mesh with tensor=1"
-        )
-    if materialize is not None:
-        raise ValueError(
-            f"materialize fills a module without values unit by unit, and tensor={mesh.tensor.size} ranks cut values: "
-            "make the module with values, or the mesh with tensor=1"
         )
 
 

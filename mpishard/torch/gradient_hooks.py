@@ -126,8 +126,6 @@ class GradientHooks:
         """Mark the gradient that was written to its memory as complete in this pass."""
         finish_stream(memory)
         self._seen.add(name)
-        if self._units is not None:
-            self._units.note_gradient(name)
         self._parameters.gradients.mark_ready(name)
 
 

@@ -53,7 +53,9 @@ def finish_stream(tensor: Any) -> None:
 
 
 def broadcast_values(tensor: Any, axis: Axis, root: int = 0) -> None:
-    """Copy the values of a tensor of any dtype from a rank. Collective."""
+    """Copy the values of a tensor of any dtype from a rank, if it has values. Collective."""
+    if tensor.device.type == "meta":
+        return
     values = tensor.detach().contiguous()
     finish_stream(values)
     memory = as_array(values.reshape(-1).view(torch.uint8))
@@ -61,6 +63,13 @@ def broadcast_values(tensor: Any, axis: Axis, root: int = 0) -> None:
     arrays.ready(memory)  # PyTorch may continue in another stream of a GPU
     if values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values)
+
+
+def give_memory(p: Any, values: Any) -> None:
+    """Make a parameter on the device meta one with values; class, attributes and identity stay."""
+    whole: Any = torch.Tensor._make_subclass(type(p), values, p.requires_grad)
+    vars(whole).update(vars(p))
+    torch.utils.swap_tensors(p, whole)
 
 
 def as_array(tensor: Any) -> Array:

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from mpishard.arguments import integer
-from mpishard.comm.agreement import agree_on_settings, text_of
+from mpishard.comm.agreement import DeferredError, agree_on_settings, text_of
+from mpishard.comm.axis import ModelParallelGroup
 from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.layout.boxes import split
 from mpishard.nn.options import microbatches_on
@@ -20,7 +21,7 @@ from mpishard.parameters.reducer import NoSync
 from mpishard.pipeline.runtime import Pipeline
 from mpishard.pipeline.schedule import make_schedule, warn_if_bubbly
 from mpishard.torch.buffers import as_fact
-from mpishard.torch.stage_passes import MicroBatch, StageChunk, Survey, check_loss, with_tensors
+from mpishard.torch.stage_passes import MicroBatch, PassEnd, StageChunk, Survey, check_loss, with_tensors
 from mpishard.torch.staged_module import StagedModule
 from mpishard.torch.units import tensors_in
 
@@ -97,6 +98,8 @@ class PassTaker(Protocol):
 
     def scale(self, loss: Any) -> Any: ...
 
+    def zero_grad(self) -> None: ...
+
 
 class ModulePasses:
     """The passes of a module that this rank has whole, or its part of each layer."""
@@ -134,18 +137,31 @@ class PipelinedPasses(ModulePasses):
         self, settings: PipelineSettings, staged: StagedModule, parameters: FlatParameters, device: Any
     ) -> None:
         super().__init__(settings)
+        mesh, axis = staged.mesh, staged.mesh.pipeline
         self._staged = staged
-        axis = staged.mesh.pipeline
-        chunks = [StageChunk(staged, stage, device) for stage in range(axis.rank, staged.count, axis.size)]
+        self._errors = DeferredError(mesh.world, transactional=False)
+        stages = range(axis.rank, staged.count, axis.size)
+        chunks = [StageChunk(staged, stage, device, self._errors) for stage in stages]
         self._pipeline = Pipeline(axis, chunks, settings.name, parameters)
         self._surveys: dict[Any, Survey] = {}
+        self._replica = ModelParallelGroup(mesh.tensor, axis, mesh.rank)
+        self._checks_plan = staged.cuts is not None and staged.cuts.is_unchecked  # in the next pass
 
     def train(self, optimizer: PassTaker, function: Any, batch: tuple[Any, ...], reduction: str) -> float:
-        micro = self._prepared(optimizer, function, batch, reduction, True)
-        return self._pipeline.train(micro)
+        loss = self._pipeline.train(self._prepared(optimizer, function, batch, reduction, True))
+        try:
+            self._errors.raise_on_all()
+        except (Exception, SystemExit):
+            # Ranks that have failed have begun no sums, and others have.
+            optimizer.parameters.gradients.end_pass()
+            optimizer.zero_grad()
+            raise
+        return loss
 
     def evaluate(self, optimizer: PassTaker, function: Any, batch: tuple[Any, ...], reduction: str) -> float:
-        return self._pipeline.evaluate(self._prepared(optimizer, function, batch, reduction, False))
+        loss = self._pipeline.evaluate(self._prepared(optimizer, function, batch, reduction, False))
+        self._errors.raise_on_all()
+        return loss
 
     def _prepared(
         self, optimizer: PassTaker, function: Any, batch: tuple[Any, ...], reduction: str, trains: bool
@@ -162,16 +178,20 @@ class PipelinedPasses(ModulePasses):
                     survey = self._survey(function, arguments, trains)
                     found.append(MicroBatch(function, arguments, factor, scale, survey, trains))
             agree_on_settings(
-                mesh.pipeline,
+                self._replica,
                 {
                     f"tensor {number} of the batch": f"{tuple(each.shape)} {text_of(as_fact(each))}"
                     for number, each in enumerate(tensors_in(batch))
                 },
                 caught.error,
                 what="samples",
-                remedy="pipeline ranks of a data rank need the same: DistributedSampler(data, mesh.data.size, "
-                "mesh.data.rank)",
+                remedy="tensor and pipeline ranks of a data rank need the same: DistributedSampler(data, "
+                "mesh.data.size, mesh.data.rank)",
             )
+        if self._checks_plan:
+            with raised_on_all(mesh.world):
+                self._check_plan(function, found[0].arguments)
+            self._checks_plan = False
         if optimizer.parameters.gradients.on_demand:
             agree_on_settings(
                 mesh.world,
@@ -180,6 +200,24 @@ class PipelinedPasses(ModulePasses):
                 remedy="give data ranks batches of equally many samples, or use zero=0 or 1",
             )
         return found
+
+    def _check_plan(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        """Compare a pass of the layers that tensor ranks divide with one of the whole module."""
+
+        def compare(module: Any, args: Any, kwargs: Any) -> None:
+            assert self._staged.cuts is not None
+            self._staged.cuts.check_pass(module, args, kwargs)
+            raise PassEnd
+
+        module = self._staged.module
+        handle = module.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
+        try:
+            with self._staged.summoned(False):
+                function(module, *arguments)
+        except PassEnd:
+            pass
+        finally:
+            handle.remove()
 
     def _survey(self, function: Callable[..., Any], arguments: Sequence[Any], trains: bool) -> Survey:
         """What the stages hand on of a micro-batch, known from one of these shapes."""

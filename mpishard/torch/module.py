@@ -16,11 +16,14 @@ import torch
 from mpishard.arguments import listed
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
+from mpishard.comm.mesh import Mesh
+from mpishard.layout.boxes import box_shape
 from mpishard.layout.tensors import WHOLE
 from mpishard.parameters.flat import FlatParameters, flat_of_tensors
 from mpishard.torch.buffers import BufferOwner, Buffers
 from mpishard.torch.cut_module import CutModule, check_is_whole, specs_of
 from mpishard.torch.gradient_hooks import GradientHooks, ProblemHooks
+from mpishard.torch.layer_filler import LayerFiller
 from mpishard.torch.memory import (
     array_module,
     as_array,
@@ -28,9 +31,11 @@ from mpishard.torch.memory import (
     as_reals,
     as_tensor,
     broadcast_values,
+    give_memory,
     master_dtype,
     take_changed,
 )
+from mpishard.torch.plans import planned
 from mpishard.torch.sharded_module import ShardedModule
 from mpishard.torch.staged_module import StagedModule, check_has_all_stages
 from mpishard.torch.units import Unit, plain_name, units_of, units_text
@@ -133,9 +138,8 @@ def _check_values(named: dict[str, Any], on_meta: bool) -> None:
             raise ValueError(f"parameter {name!r} is not initialized: run one batch through the module first")
         if p.device.type == "meta" and not on_meta:
             raise ValueError(
-                f"parameter {name!r} is on the device meta and has no values: module.to_empty and fill it, or give "
-                "as_distributed zero=3 and a function that fills one layer, as "
-                "materialize=lambda layer: layer.reset_parameters()"
+                f"parameter {name!r} is on the device meta and has no values: give materialize=, a folder or file of "
+                "safetensors, or a function that fills one layer, as lambda layer: layer.reset_parameters()"
             )
         if p.device.type != "meta" and p.numel() and not p.untyped_storage().nbytes():
             raise ValueError(
@@ -216,12 +220,11 @@ def _short(dtype: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Sharding:
-    """How ZeRO-3 divides the parameters of a module: its units, the axis, and what fills modules without values."""
+class UnitSharding:
+    """How ZeRO-3 divides the parameters of a module: its units, and the axis."""
 
     units: list[Unit]
     axis: Axis
-    materialize: Any
     divides_frozen: bool  # frozen parameters are divided too
 
     @classmethod
@@ -231,17 +234,14 @@ class Sharding:
         tensors: ModuleTensors,
         shard_units: Any,
         axis: Axis,
-        materialize: Any,
         *,
         divides_frozen: bool,
-    ) -> Sharding:
-        """How a module, compiled or not, is divided; raises as `units_of`, and TypeError for what cannot be called."""
-        if materialize is not None and not callable(materialize):
-            raise TypeError(f"materialize must be a function of a submodule, got {materialize!r}")
+    ) -> UnitSharding:
+        """How a module, compiled or not, is divided; raises as `units_of`."""
         names = {id(p): name for name, p in tensors.trained.items()}
         frozen = {id(p): name for name, p in tensors.frozen.items()} if divides_frozen else {}
         units = units_of(getattr(module, "_orig_mod", module), shard_units, names, frozen)
-        return cls(units, axis, materialize, divides_frozen)
+        return cls(units, axis, divides_frozen)
 
     @property
     def described(self) -> str:
@@ -254,7 +254,8 @@ class ModuleState:
 
     The parameters become views into one flat array, and keep their values. This is the `CarriedState` of that array.
     `buffers` is the treatment of buffers after each update, see `mpishard.torch.as_distributed`. With `sharding` the
-    parameters are views into storages that come and go, see `ShardedModule`.
+    parameters are views into storages that come and go, see `ShardedModule`. `filler` fills a module on the device
+    meta.
 
     A parameter of another dtype than the flat array has its own memory, with values that are rounded from the flat
     array, which has its master.
@@ -265,19 +266,28 @@ class ModuleState:
         module: Any,
         tensors: ModuleTensors,
         buffers: str,
-        sharding: Sharding | None = None,
+        sharding: UnitSharding | None = None,
         cuts: CutModule | None = None,
         stages: StagedModule | None = None,
+        filler: LayerFiller | None = None,
     ) -> None:
         self.module = module
         self.cuts = cuts
         self.stages = stages
         self.all_trained: dict[str, Any] = tensors.trained  # also those of other pipeline stages
         real = master_dtype(tensors.trained)
+        is_filled = filler is not None and sharding is None
+        if filler is not None and is_filled:
+            filler.fill_module(tensors.device)
+            tensors = replace(tensors, buffers=dict(_persistent_buffers(module)))
+        if cuts is not None:
+            cuts.cut(tensors.buffers, is_filled)
         if stages is not None:
-            stages.cut(tensors.buffers)
+            stages.cut(tensors.buffers, is_filled)
             tensors = replace(tensors, trained=stages.held(tensors.trained), frozen=stages.held(tensors.frozen))
         self.users: int = 0  # optimizers and problems in use that train the module by this state
+        self.mesh: Mesh | None = None  # of a problem, whose ranks may divide the module
+        self.plan: Any = None  # of a problem
         self._let_go = False
         self._divides_frozen = False
         self._trained = tensors.trained
@@ -285,8 +295,6 @@ class ModuleState:
         self.parameters: FlatParameters
         self.units: ShardedModule | None = None
         self._rounded: dict[str, tuple[Any, Any]] = {}  # parameters of another dtype than their masters, and these
-        if cuts is not None:
-            cuts.cut(tensors.buffers)
         if sharding is None:
             # In the order of their indices; channels_last has its own order in memory only.
             plain = {name: as_reals(p.detach()).to(real).contiguous() for name, p in tensors.trained.items()}
@@ -306,8 +314,7 @@ class ModuleState:
             device = tensors.device
             for p in () if sharding.divides_frozen else tensors.frozen.values():
                 if p.device.type == "meta":
-                    values = torch.empty_like(p, device=device)
-                    torch.utils.swap_tensors(p, torch.nn.Parameter(values, requires_grad=False))
+                    give_memory(p, torch.empty_like(p, device=device))
             self.units = ShardedModule(
                 module,
                 sharding.units,
@@ -315,7 +322,7 @@ class ModuleState:
                 tensors.frozen if sharding.divides_frozen else {},
                 sharding.axis,
                 device,
-                sharding.materialize,
+                filler,
                 cuts,
             )
             self._divides_frozen = sharding.divides_frozen
@@ -323,7 +330,10 @@ class ModuleState:
             tensors = replace(tensors, buffers=dict(_persistent_buffers(module)))  # those on meta have been replaced
         self.tensors: ModuleTensors = tensors
         if cuts is not None:
-            cuts.check_first_pass(nullcontext if self.units is None else partial(self.units.summoned, False))
+            cuts.watch_gradients()
+        if cuts is not None and stages is None:
+            gathered = nullcontext if self.units is None else partial(self.units.summoned, False)
+            cuts.check_first_pass(gathered, fits_whole=filler is None)
         names = {id(buffer): name for name, buffer in tensors.buffers.items()}
         owners = [
             BufferOwner(plain_name(f"{path}." if path else ""), child, names) for path, child in module.named_modules()
@@ -337,6 +347,13 @@ class ModuleState:
         self._tables = [
             (table, list(table.items())) for child in module.modules() for table in (child._parameters, child._modules)
         ]
+
+    def is_divided_over(self, mesh: Mesh | None) -> bool:
+        """Whether ranks of this mesh, and of no other, have parts of the parameters."""
+        if mesh is None or not self._divided:
+            return False
+        units, cuts = self.units, self.cuts
+        return (units is None or units.axis is mesh.data) and (cuts is None or cuts.axis is mesh.tensor)
 
     def use(self, hooks: GradientHooks) -> None:
         """Take gradients by other hooks from now on."""
@@ -359,6 +376,18 @@ class ModuleState:
     @property
     def calls(self) -> dict[str, str]:
         return self.hooks.calls
+
+    def check_split(self, tensor: int, pipeline: int) -> None:
+        if pipeline > 1:
+            raise ValueError("a problem of mpishard.torch passes its whole module, and has no pipeline ranks")
+        if tensor == 1:
+            return
+        if self.mesh is None:
+            raise ValueError("mpishard.torch.problem was not given the mesh, whose tensor ranks divide the module")
+        if self.cuts is None:
+            planned(self.module, self.plan, tensor)
+        else:
+            self.cuts.check_ranks(self.plan, tensor)
 
     def check(self, facts: Mapping[str, Any]) -> None:
         self.buffers.check(facts)
@@ -402,7 +431,9 @@ class ModuleState:
         pieces = [piece for piece in self.parameters.pieces if piece.name in names]
         own = {each.name: flat[each.start : each.start + each.size].clone().view(each.shape) for each in pieces}
         if self.stages is not None:
-            return self.stages.gathered(own, self.master_shapes, flat)
+            place = self.parameters.place
+            shapes = {spec.name: box_shape(place.box(spec)) for spec in self.parameters.specs if spec.name in names}
+            own = self.stages.gathered(own, shapes, flat)
         return own if self.cuts is None else {name: self.cuts.whole(name, values) for name, values in own.items()}
 
     @masters.setter
@@ -460,10 +491,10 @@ class ModuleState:
         with ExitStack() as stack:
             if self.units is not None:
                 stack.enter_context(self.units.summoned(writeback))
-            if self.cuts is not None:
-                stack.enter_context(self.cuts.summoned(writeback, self.units is None))
             if self.stages is not None:
                 stack.enter_context(self.stages.summoned(writeback))
+            if self.cuts is not None:
+                stack.enter_context(self.cuts.summoned(writeback, self.units is None))
             yield
 
     def check_not_summoned(self, what: str, **how: str) -> None:
@@ -473,8 +504,8 @@ class ModuleState:
 
     @property
     def _divided(self) -> list[Any]:
-        """What ranks have parts of."""
-        return [each for each in (self.units, self.cuts, self.stages) if each is not None]
+        """What ranks have parts of, in the order in which it becomes whole."""
+        return [each for each in (self.units, self.stages, self.cuts) if each is not None]
 
     def _memory_of(self, name: str, p: Any) -> tuple[Any, ...]:
         at = p.data_ptr() if self.units is None else self.units.is_here(name)
@@ -536,18 +567,18 @@ def state_of(
     module: Any,
     tensors: ModuleTensors,
     buffers: str,
-    sharding: Sharding | None = None,
+    sharding: UnitSharding | None = None,
     cuts: CutModule | None = None,
     stages: StagedModule | None = None,
+    filler: LayerFiller | None = None,
 ) -> ModuleState:
     """The state of a module, compiled or not, without gradients: the one that others use, or a new one. Adds a user.
 
-    With `sharding`, `cuts` or `stages` it is collective. Raises ValueError if the module was changed since the state
-    was made.
+    With any of the others it is collective. Raises ValueError if the module was changed since the state was made.
     """
     module, found = _known(module)
     if found is None:
-        found = _states[module] = ModuleState(module, tensors, buffers, sharding, cuts, stages)
+        found = _states[module] = ModuleState(module, tensors, buffers, sharding, cuts, stages, filler)
     else:
         found.check_intact()
         found.take_values()
@@ -588,8 +619,9 @@ def check_other_trainers(module: Any, divides: bool) -> None:
     raise ValueError(
         "another optimizer or problem trains this module, and one of the two divides its parameters, as zero=3, tensor "
         "and pipeline ranks do: "
-        "call close() of what the other as_distributed returned; after a problem with shard_units load what the "
-        "module's state_dict() returns within summon_full_parameters into another module"
+        "call close() of what the other as_distributed returned; after a problem that has divided it load what the "
+        "module's state_dict() returns within summon_full_parameters into another module, and in a function of the "
+        "mesh make a module for each mesh"
     )
 
 

@@ -39,7 +39,7 @@ def loop_hooks(state: ModuleState, optimizer: ShardedOptimizer) -> LoopHooks:
     """Choose how the gradients of a module are taken for a loop of the user's."""
     strategy, config = optimizer.state.strategy, optimizer.config
     given = state.parameters, state.tensors.trained, state.units
-    compares_calls = not optimizer.strategy_class.workers_differ
+    compares_calls = not optimizer.sharding.workers_differ
     # The norm of a part, as of torch.nn.utils.clip_grad_norm_, would be another one on each tensor or pipeline rank.
     is_cut = state.cuts is not None or state.stages is not None
     if not strategy.reducer.keeps_memory or config.loss_scale not in (None, 1) or is_cut:
@@ -208,6 +208,9 @@ class ModuleOptimizer(torch.optim.Optimizer):
         TypeError, ValueError
             On every rank of a pipeline, if the batch cannot be cut, ranks have different samples, or the function or
             the order in which the module calls its layers is unfit.
+        Exception
+            On every rank of a pipeline, if the function or a layer raises one on a stage; the gradients of this step
+            are dropped then.
         """
         return self._passes.train(self, function, batch, reduction)
 
@@ -481,8 +484,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
 
     def _converter(self) -> TorchStateConverter:
         state = self._state
-        divided = state.cuts if state.stages is None else state.stages
-        wholes = {} if divided is None else divided.wholes
+        wholes = {} if state.stages is None else state.stages.wholes
+        wholes |= {} if state.cuts is None else state.cuts.wholes
         return TorchStateConverter(self.optimizer.rule, self._groups, state.all_trained, wholes)
 
     def _torch_state(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch
 
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
-from mpishard.data_parallel.optimizer_state import AuxiliaryState
+from mpishard.data_parallel.auxiliary_state import AuxiliaryState
 from mpishard.data_parallel.rank_state import Counters, RankState
 from mpishard.layout.run_state import brief, whole_fact
 from mpishard.layout.tensors import cut_holding

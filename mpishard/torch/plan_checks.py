@@ -132,6 +132,11 @@ class ReplicaGradients:
         """Whether the gradients of this step are."""
         return self.steps < _FIRST_STEPS
 
+    def begin_after(self, steps: int) -> None:
+        """Forget what has come of a step that was broken off, and that `steps` were compared."""
+        self._sums.clear()
+        self.steps = steps
+
     def note(self, name: str, gradient: Any) -> None:
         """Add up a gradient of this step."""
         if self.are_compared and gradient is not None:

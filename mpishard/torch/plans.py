@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from mpishard.arguments import integer, kind_of, listed
 from mpishard.layout.boxes import run_lengths, split
-from mpishard.torch.units import plain_name
+from mpishard.torch.adapters import matrices_of, named_layers, named_parameters, wrappers_of
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ _STYLES = {
     "replicate": Style(""),
     "replicated_with_grad_allreduce": Style("", sums=True),
     "packed_colwise": Style("outputs", packed=2),
+    "packed_rowwise": Style("inputs", packed=2),
     "moe_tp_experts": Style("features"),
 }
 # The dimension of a parameter that is cut, by the kind of layer and the features.
@@ -55,6 +56,8 @@ _DIMENSIONS = {
     ("Embedding", "outputs"): {"weight": 1},
     ("Embedding", "inputs"): {"weight": 0},
 }
+# What is cut of a layer with several in it, by the styles that take their number.
+_PACKED = {"packed_colwise": "outputs", "packed_rowwise": "inputs"}
 # The attributes of an attention with the size of a head, and with the number of heads, in libraries and papers.
 _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -103,6 +106,20 @@ class LayerCut:
     dimensions: Mapping[str, tuple[int, int]]
     counts: Sequence[HeadCount] = ()
     shared: SharedHeads | None = None
+    is_adapter: bool = False  # a matrix of LoRA beside a layer
+
+
+def planned(module: Any, plan: Any, ranks: int) -> tuple[dict[str, Style], list[LayerCut]]:
+    """The styles of a plan, or of the module's own, and the layers that it cuts over several ranks."""
+    styles = styles_of(module, plan)
+    cuts = cuts_of(module, styles, ranks)
+    if ranks > 1 and not cuts:
+        raise ValueError(
+            f"the mesh has tensor={ranks}, and {'the plan' if plan else 'this ' + type(module).__name__} cuts no "
+            "layer: give a plan of layers that ranks divide, as plan={'layers.*.up': 'colwise', 'layers.*.down': "
+            "'rowwise'}, or make the mesh with tensor=1"
+        )
+    return styles, cuts
 
 
 def styles_of(module: Any, plan: Any) -> dict[str, Style]:
@@ -118,10 +135,10 @@ def styles_of(module: Any, plan: Any) -> dict[str, Style]:
         plan = getattr(module, "tp_plan", None) or {}
     if not isinstance(plan, Mapping):
         raise TypeError(
-            f"plan must map patterns of layers to styles, as {{'layers.*.up': 'colwise'}}, got {kind_of(plan)}"
+            "plan must map patterns of layers to styles, as {'layers.*.up': 'colwise'}, or be 'sequence', got "
+            f"{kind_of(plan)}"
         )
-    paths = [plain_name(path) for path, _ in module.named_modules() if path]
-    names = [plain_name(name) for name, _ in module.named_parameters()]
+    paths, names = list(filter(None, named_layers(module))), named_parameters(module)
     found: dict[str, tuple[str, Style]] = {}
     for pattern, value in plan.items():
         if not isinstance(pattern, str):
@@ -156,8 +173,8 @@ def _fits(pattern: str, path: str) -> bool:
 
 
 def _style_of(pattern: str, value: Any, whose: str) -> Style:
-    if isinstance(value, tuple) and len(value) == 2 and value[0] == "packed_colwise":
-        return Style("outputs", packed=integer(f"the number of layers in {pattern!r}", value[1], least=1))
+    if isinstance(value, tuple) and len(value) == 2 and value[0] in _PACKED:
+        return Style(_PACKED[value[0]], packed=integer(f"the number of layers in {pattern!r}", value[1], least=1))
     if isinstance(value, str):
         if value not in _STYLES:
             raise ValueError(
@@ -204,7 +221,7 @@ def cuts_of(module: Any, styles: Mapping[str, Style], ranks: int) -> list[LayerC
 
     Raises ValueError if a style cannot cut a layer, or there are fewer features or heads than ranks.
     """
-    layers = {plain_name(path): layer for path, layer in module.named_modules()}
+    layers, wrappers = named_layers(module), wrappers_of(module)
     cut = {path: style for path, style in styles.items() if style.cuts and path in layers}
     kinds = {path: _kind_of(path, layers, style) for path, style in cut.items()}
     dimensions = {path: _dimensions(path, layers[path], kind, styles) for path, kind in kinds.items()}
@@ -240,7 +257,24 @@ def cuts_of(module: Any, styles: Mapping[str, Style], ranks: int) -> list[LayerC
                 f"drops out {rate:g} of its elements: ranks with unlike parts would draw unlike random numbers; set "
                 f"the rate to 0, or make the mesh with a tensor size that divides {parts}"
             )
-    return found
+    return found + [adapter for cut in found if cut.path in wrappers for adapter in _adapters(cut, wrappers[cut.path])]
+
+
+def _adapters(cut: LayerCut, wrapper: Any) -> Iterator[LayerCut]:
+    """The cuts of LoRA beside a layer, alike: of the outputs of B, or of the inputs of A; the other matrix is whole."""
+    name = "lora_B" if cut.style.cuts == "outputs" else "lora_A"
+    for adapter, layer in matrices_of(cut.path, wrapper, name).items():
+        own = {key: p for key, p in layer._parameters.items() if p is not None and cut.dimensions}
+        dimensions = _DIMENSIONS["Linear", cut.style.cuts]
+        yield replace(
+            cut,
+            path=f"{cut.path}.{name}.{adapter}",
+            layer=layer,
+            kind="Linear",
+            dimensions={key: (dimensions[key], cut.style.packed) for key in own if key in dimensions},
+            counts=(),
+            is_adapter=True,
+        )
 
 
 def _share_heads(path: str, layer: Any, attention: Any, size: int, queries: int, ranks: int) -> LayerCut:
@@ -277,14 +311,14 @@ def _too_few(path: str, style: Style, extent: int, heads: int | None, ranks: int
 def _kind_of(path: str, layers: Mapping[str, Any], style: Style) -> str:
     layer, parent = layers[path], layers[path.rpartition(".")[0]]
     if style.cuts == "features":
-        if getattr(layer, "is_transposed", False) or getattr(layer, "has_bias", False):
+        if getattr(layer, "has_bias", False):
             raise ValueError(
-                f"the experts {path!r} have biases or transposed weights, and what can be cut have neither: give a "
-                "plan without them, so that they are whole on each rank"
+                f"the experts {path!r} have biases, and what can be cut have none: give a plan without them, so that "
+                "they are whole on each rank"
             )
         return "experts"
     has_weight = isinstance(layer._parameters.get("weight"), torch.nn.Parameter)
-    if has_weight and isinstance(layer, torch.nn.Embedding):
+    if has_weight and isinstance(layer, torch.nn.Embedding) and style.packed == 1:
         if style.cuts == "inputs" and layer.scale_grad_by_freq:
             raise ValueError(f"{path!r} has scale_grad_by_freq=True, which counts over all rows: give it 'replicate'")
         return "Embedding"
@@ -318,7 +352,8 @@ def _dimensions(path: str, layer: Any, kind: str, styles: Mapping[str, Style]) -
         raise ValueError(
             f"the experts {path!r} have the parameters {', '.join(own)}, of which the plan cuts "
             f"{', '.join(found) or 'none'}: it needs 'colwise' or 'packed_colwise' for those in front, and 'rowwise' "
-            "for those behind, each with three dimensions"
+            "for those behind, or where weights are transposed 'packed_rowwise' and 'colwise', each with three "
+            "dimensions"
         )
     return found
 
@@ -362,7 +397,7 @@ def dropout_rate(parent: Any) -> float:
 
 def terms_of(module: Any, styles: Mapping[str, Style]) -> Iterator[Any]:
     """The parameters of layers that stay whole, of whose gradients each rank has a term."""
-    for path, layer in module.named_modules():
-        style = styles.get(plain_name(path))
+    for path, layer in named_layers(module).items():
+        style = styles.get(path)
         if style is not None and style.sums:
             yield from layer.parameters()

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 import numpy as np
 import torch
 
+from mpishard.arguments import flag
 from mpishard.backend import array as arrays
 from mpishard.backend.process import blas_threads
 from mpishard.comm.agreement import opening
 from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.parameters.flat import FlatParameters
 from mpishard.torch.buffers import MODES
+from mpishard.torch.cut_module import CutModule
 from mpishard.torch.gradient_hooks import LoopHooks
+from mpishard.torch.layer_filler import LayerFiller
 from mpishard.torch.memory import array_module
-from mpishard.torch.module import ModuleState, ModuleTensors, Sharding, check_other_trainers, known_state, state_of
+from mpishard.torch.module import ModuleState, ModuleTensors, UnitSharding, check_other_trainers, known_state, state_of
 from mpishard.training.objective import ObjectiveOptions
 from mpishard.training.problem import OptimizationProblem
 
@@ -30,7 +34,9 @@ def problem(
     buffers: str = "broadcast",
     mesh: Mesh | None = None,
     shard_units: Any = None,
-    materialize: Callable[[Any], Any] | None = None,
+    materialize: str | os.PathLike[str] | Callable[[Any], Any] | None = None,
+    plan: Mapping[str, Any] | None = None,
+    check_plan: bool = True,
     facts: Mapping[str, Any] | None = None,
     **options: Unpack[ObjectiveOptions],
 ) -> OptimizationProblem[FlatParameters]:
@@ -38,7 +44,8 @@ def problem(
 
     The parameters of the module become views into one flat array, which is trained in place.  With `shard_units` they
     are divided over the ranks instead, for `ZeRO3Optimizer`, as by ``zero=3`` of `mpishard.torch.as_distributed`; after
-    the run `mpishard.torch.summon_full_parameters` shows all of them.  Not collective without `shard_units`.
+    the run `mpishard.torch.summon_full_parameters` shows all of them.  On a mesh with tensor ranks these divide the
+    layers that a `plan` names, as those of `mpishard.torch.as_distributed`.  Collective over `mesh`, if it is given.
 
     Parameters
     ----------
@@ -52,12 +59,15 @@ def problem(
     buffers : {"broadcast", "average", "local"}
         As for `mpishard.torch.as_distributed`.
     mesh : Mesh, optional
-        That of the optimizer, over whose data ranks `shard_units` divides; needed for that only.
+        That of the optimizer, whose data ranks divide the module by `shard_units`, and whose tensor ranks by `plan`;
+        needed for these only.  An elastic run whose ``layouts`` have tensor ranks asks for a new module for each mesh.
     shard_units : type, tuple of type, callable or "auto", optional
         As for `mpishard.torch.as_distributed`, but frozen parameters stay whole, since a rank that dies has no copy of
         its share of them; default: the module stays whole.  A rank without samples in a
         micro-batch calls `losses` with those that it had before, and drops the result: ranks gather units together.
-    materialize : callable, optional
+    materialize : path or callable, optional
+        As for `mpishard.torch.as_distributed`.
+    plan, check_plan : mapping, bool
         As for `mpishard.torch.as_distributed`.
     facts : mapping, optional
         As for `OptimizationProblem`.
@@ -72,9 +82,9 @@ def problem(
     Raises
     ------
     TypeError, ValueError
-        If the module or an argument is unfit; with `shard_units` on every rank.
+        If the module or an argument is unfit; with `mesh` on every rank.
     """
-    sharding = None
+    sharding = cuts = filler = None
     known = known_state(module) if isinstance(module, torch.nn.Module) else None
     world = None if mesh is None else checked_mesh(mesh).world
     with opening(world, "problem") as same:  # a class of the user's may raise, too
@@ -83,31 +93,72 @@ def problem(
         if buffers not in MODES:
             raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
         has_loop = known is not None and isinstance(known.hooks, LoopHooks)
-        before = None if known is None or has_loop else known.units  # those of another problem
-        if known is not None and before is not None and mesh is not None and before.axis is mesh.data:
-            tensors = known.tensors
+        _check_mesh(mesh, shard_units, materialize, plan)
+        earlier = None if has_loop or known is None or not known.is_divided_over(mesh) else known  # of another problem
+        if earlier is not None:
+            tensors = earlier.tensors
         else:
-            check_other_trainers(module, shard_units is not None)
+            check_other_trainers(module, shard_units is not None or (mesh is not None and mesh.tensor.size > 1))
             tensors = ModuleTensors.of(module, on_meta=shard_units is not None and materialize is not None)
-        if (mesh is None) != (shard_units is None) or (materialize is not None and shard_units is None):
-            raise ValueError(
-                "mesh, shard_units and materialize divide the parameters of the module over the data ranks of a mesh: "
-                f"give mesh and shard_units, or none of them; got mesh={mesh}, shard_units={shard_units!r}, "
-                f"materialize={materialize!r}"
-            )
         if mesh is not None:
             array_module(tensors.device)  # raises for a device that has no arrays
-            sharding = Sharding.of(module, tensors, shard_units, mesh.data, materialize, divides_frozen=False)
-            same |= {"buffers": buffers, **tensors.described, "shard_units": sharding.described}
-            same["divided before"] = before is not None
-            if before is not None and before.described != sharding.described:
-                raise ValueError(
-                    f"another problem has divided this module into the units {before.described}, and this one "
-                    f"would into {sharding.described}: give the same shard_units"
-                )
-    state = state_of(module, tensors, buffers, sharding)
+            if shard_units is not None:
+                sharding = UnitSharding.of(module, tensors, shard_units, mesh.data, divides_frozen=False)
+            if earlier is None:
+                trained, frozen = tensors.trained, tensors.frozen
+                checks_pass = flag("check_plan", check_plan)
+                cuts = CutModule.of(module, plan, mesh, trained, frozen, checks_pass=checks_pass)
+                same |= tensors.described
+                if materialize is not None:
+                    filler = LayerFiller(materialize, module, {**trained, **frozen}, mesh.world)
+                    same["materialize"] = filler.described
+            else:
+                _check_divided_alike(earlier, plan, sharding)
+            same |= {"buffers": buffers, "check_plan": check_plan}
+            same["plan"] = None if cuts is None else cuts.described
+            same["shard_units"] = None if sharding is None else sharding.described
+            same["divided before"] = earlier is not None
+    state = state_of(module, tensors, buffers, sharding, cuts, filler=filler)
+    state.mesh, state.plan = mesh, plan
+    state.parameters.sums_by_mpi |= mesh is not None  # also where another mesh of the run cuts the module first
     function = LossAndGradient(state, module, losses)
     return OptimizationProblem(function, state.parameters, samples, batch_size, facts=facts or {}, **options)
+
+
+def _check_mesh(mesh: Mesh | None, shard_units: Any, materialize: Any, plan: Any) -> None:
+    """Raise ValueError unless the mesh is there for what divides a module, and can divide it."""
+    needs_mesh = shard_units is not None or plan is not None
+    if (mesh is None and needs_mesh) or (materialize is not None and shard_units is None):
+        raise ValueError(
+            "shard_units and materialize divide the parameters of the module over the data ranks of a mesh, and plan "
+            f"over its tensor ranks: give mesh with them, and shard_units with materialize; got mesh={mesh}, "
+            f"shard_units={shard_units!r}, materialize={materialize!r}, plan={plan!r}"
+        )
+    if mesh is not None and mesh.pipeline.size > 1:
+        raise ValueError(
+            f"the mesh is {mesh.sizes}: a problem passes its whole module; make the mesh with pipeline=1, or train it "
+            "by loss_and_gradient of mpishard.torch.as_distributed"
+        )
+    if mesh is not None and mesh.tensor.size > 1 and materialize is not None:
+        raise ValueError(
+            f"materialize fills a module without values unit by unit, and tensor={mesh.tensor.size} ranks cut values: "
+            "make the module with values, or the mesh with tensor=1"
+        )
+
+
+def _check_divided_alike(earlier: ModuleState, plan: Any, sharding: UnitSharding | None) -> None:
+    """Raise ValueError unless another problem has divided the module in the same way."""
+    before = None if earlier.units is None else earlier.units.described
+    now = None if sharding is None else sharding.described
+    if before != now:
+        raise ValueError(
+            f"another problem has divided this module into the units {before}, and this one would into {now}: give the "
+            "same shard_units"
+        )
+    if plan != earlier.plan:
+        raise ValueError(
+            f"another problem has cut this module by plan={earlier.plan}, and this one has plan={plan}: give the same"
+        )
 
 
 class LossAndGradient:
@@ -151,6 +202,8 @@ class LossAndGradient:
         values = self._losses(self._module, samples)
         _check_losses(values, len(samples))
         (values.sum() * parameters.loss_scale).backward()
+        if self._state.cuts is not None:
+            self._state.cuts.compare_gradients()  # the step raises what is wrong
         return float(values.detach().double().sum())
 
 

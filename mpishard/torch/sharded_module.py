@@ -24,9 +24,11 @@ from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.layout.tensors import WHOLE, ParameterSpec
-from mpishard.parameters.flat import FlatParameters, TensorLayout
+from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.tensor_layout import TensorLayout
 from mpishard.parameters.zero3_units import ShardedUnits
 from mpishard.torch.cut_module import CutModule, specs_of
+from mpishard.torch.layer_filler import LayerFiller
 from mpishard.torch.memory import array_module, finish_stream, master_dtype
 from mpishard.torch.unit_storages import UnitStorages
 from mpishard.torch.units import Unit, UnitCall, tensors_in, units_text
@@ -46,9 +48,9 @@ class ShardedModule:
     where other ranks may continue, they stay whole. A run is tensors of one unit that are neighbours in one of the two
     flat arrays; all runs are numbered, those of the trained parameters first.
 
-    Methods are collective over `axis`, whose ranks must run the same units in the same order. `materialize` fills a
-    module whose parameters have no values yet, see `as_distributed`; `cuts` are those over tensor ranks, which were
-    made before. Raises what that raises on any rank, on all.
+    Methods are collective over `axis`, whose ranks must run the same units in the same order. `filler` fills a module
+    on the device meta; `cuts` are those over tensor ranks, which were made before. Raises what filling it raises on any
+    rank, on all.
     """
 
     def __init__(
@@ -59,25 +61,24 @@ class ShardedModule:
         frozen: Mapping[str, Any],
         axis: Axis,
         device: Any,
-        materialize: Any,
+        filler: LayerFiller | None,
         cuts: CutModule | None,
     ) -> None:
         self.units = list(units)
         self._module = module
         self._tensors = {**tensors, **frozen}
         self.axis = axis
-        self._of_name = {name: unit for unit in units for name in (*unit.names, *unit.frozen)}
+        of_name = {name: unit for unit in units for name in (*unit.names, *unit.frozen)}
         self._passes: list[int] = []  # those of autograd under way, a nested one last
         self._kept: list[UnitCall] = []  # units that the backward pass uses first, in memory since the forward pass
         self._summoned = False
-        first = next(iter(tensors.values()))
         like = self._like = torch.empty(0, dtype=master_dtype(tensors), device=device)
         self.parameters: FlatParameters = FlatParameters(
             specs_of(tensors, cuts),
             str(like.dtype).removeprefix("torch."),
             module=array_module(device),
             place=WHOLE if cuts is None else cuts.place,
-            units=_runs(tensors, self._of_name),
+            units=_runs(tensors, of_name),
             sharded_over=axis,
         )
         self.parameters.sums_by_mpi = cuts is not None
@@ -91,7 +92,7 @@ class ShardedModule:
         ]
         given, others = self._layouts
         self._frozen = ShardedUnits(others.pieces, others.units, axis, array_module(device).zeros(0, np.uint8))
-        paths = {name: unit.path for name, unit in self._of_name.items()}
+        paths = {name: unit.path for name, unit in of_name.items()}
         likes = like, torch.empty(0, dtype=torch.uint8, device=device)
         self._storages = [
             UnitStorages([layout.pieces[first:last] for first, last in layout.units], own, each, paths)
@@ -102,8 +103,8 @@ class ShardedModule:
         self._runs = range(len(given.units) + len(others.units))
         for unit in self.units:
             unit.runs = self._runs_of([*unit.names, *unit.frozen])
-        if first.device.type == "meta":
-            self._materialize(materialize, device)
+        if filler is not None:
+            self._materialize(filler, device)
         else:
             for number in self._runs:
                 self._use_runs([number])
@@ -140,10 +141,6 @@ class ShardedModule:
         """Whether a trained parameter has the memory of its unit, gathered or not."""
         return self._storages[0].is_here(name)
 
-    def note_gradient(self, name: str) -> None:
-        """Note that autograd has finished a gradient, before it is marked ready."""
-        self._of_name[name].seen.add(name)
-
     def check_not_summoned(self, what: str, would: str = "be undone at its end") -> None:
         """Raise ValueError within `summon_full_parameters`, in which `what` would not do what it says."""
         if self._summoned:
@@ -157,7 +154,6 @@ class ShardedModule:
         for unit in self.units:
             unit.calls.clear()  # KeyboardInterrupt in a forward pass leaves some
             unit.opened.clear()
-            unit.seen.clear()
             if all(call.unit is not unit for call in self._kept):  # else other ranks may have it yet
                 self._free(unit)
 
@@ -291,20 +287,20 @@ class ShardedModule:
         if not self._passes:
             self._free_kept()
             # Another pass within one `no_sync` can begin when the sums of this one have.
-            others = any(unit.seen for unit in self.units) and not self.parameters.gradients.is_last_pass
+            progress = self.parameters.gradients.progress
+            others = progress.has_begun and not progress.is_last_pass
             for unit in self.units:
                 self._complete(unit, others)
-                unit.seen.clear()
 
     def _complete(self, unit: Unit, unused: bool = False) -> None:
         """Mark the gradients that a unit will not get in this pass, so that the sums of the others may start.
 
         Of a unit that got none only if it is to count as `unused`.
         """
-        if unit.seen or unused:
+        is_ready = self.parameters.gradients.progress.is_ready
+        if unused or any(map(is_ready, unit.names)):
             for name in unit.names:
-                if name not in unit.seen:
-                    unit.seen.add(name)
+                if not is_ready(name):
                     self.parameters.mark_ready(name)
 
     # -- units in memory ----------------------------------------------------------------------------------------------
@@ -402,19 +398,19 @@ class ShardedModule:
     def _ready(self) -> None:
         arrays.ready(self.parameters.held)  # PyTorch may continue in another stream of a GPU
 
-    def _materialize(self, materialize: Any, device: Any) -> None:
+    def _materialize(self, filler: LayerFiller, device: Any) -> None:
         """Fill the parameters and buffers, which are on the device meta, unit by unit, with the values of rank 0."""
         adopted: set[int] = set()
         for unit in self.units:
             own = [name for child in unit.children for name in self._names_in(child)]
             runs = self._runs_of([*own, *unit.names, *unit.frozen])
             self._use_runs(runs)
-            with raised_on_all(self.axis):  # of a function of the user's
+            with raised_on_all(filler.ranks):  # of a function of the user's
                 for number in [each for each in runs if each not in adopted]:
                     self._attach(number)
                 adopted.update(runs)
                 for child in unit.children:
-                    _fill(child, materialize, device)
+                    filler.fill(child, device)
             self._write_back(runs)
             self._free_runs(runs)
 
@@ -437,22 +433,3 @@ def _runs(tensors: Mapping[str, Any], of_name: Mapping[str, Unit]) -> list[list[
         last = of_name[name]
         runs[-1].append(name)
     return runs
-
-
-def _fill(child: Any, materialize: Any, device: Any) -> None:
-    """Give the buffers of a module memory, and let the user's function fill it and the parameters in place."""
-    for key, buffer in child._buffers.items():
-        if buffer is not None and buffer.device.type == "meta":
-            child._buffers[key] = torch.empty_like(buffer, device=device)
-    before = dict(child._parameters)
-    if not any(each is not None for each in (*before.values(), *child._buffers.values())):
-        return
-    storages = {key: p.untyped_storage()._cdata for key, p in before.items() if p is not None}
-    with torch.no_grad():
-        materialize(child)
-    for key, p in child._parameters.items():
-        if p is not before.get(key) or (p is not None and p.untyped_storage()._cdata != storages[key]):
-            raise ValueError(
-                f"materialize has replaced {key!r} of a {type(child).__name__}: fill parameters in place, as "
-                "reset_parameters() and functions of torch.nn.init do"
-            )

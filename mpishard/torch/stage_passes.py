@@ -5,6 +5,8 @@ values; the first layer of the stage gets in their place what the stage before h
 the next stage is called, its arguments are sent, and the pass ends. What is sent, each stage knows without a message: a
 `Survey`, a pass without values, has found the tensors that depend on layers, with their shapes.
 
+Where a stage fails, its messages say so, and no other stage waits for it: `StageChunk`.
+
 Huang et al., "GPipe" (2019); Narayanan et al., "Efficient Large-Scale Language Model Training" (2021), section 2.2.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from math import prod
 from typing import Any
@@ -26,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from mpishard.backend import array as arrays
+from mpishard.comm.agreement import DeferredError
 from mpishard.nn.workspace import Workspace
 from mpishard.torch.memory import array_module, as_tensor, finish_stream
 from mpishard.torch.staged_module import StagedModule
@@ -37,8 +41,8 @@ _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 _ALIGNMENT = 16  # bytes, of each tensor in a message
 
 
-class _StageEnd(BaseException):
-    """Ends a pass through the module where the layers of the next stage begin."""
+class PassEnd(BaseException):
+    """Ends a pass through the module, as where the layers of the next stage begin."""
 
 
 def with_tensors(found: Any, others: Mapping[int, Any]) -> Any:
@@ -69,12 +73,12 @@ def _unknown_in(found: Any) -> list[Any]:
 
 
 class Message:
-    """Some tensors as one run of bytes."""
+    """Some tensors as one run of bytes, the first of which says whether the sender has failed."""
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         self._forms = [(tuple(each.shape), each.dtype) for each in tensors]
         self._starts: list[int] = []
-        self.nbytes: int = 0
+        self.nbytes: int = _ALIGNMENT
         for each in tensors:
             self._starts.append(self.nbytes)
             self.nbytes += -(-each.numel() * each.element_size() // _ALIGNMENT) * _ALIGNMENT
@@ -88,12 +92,27 @@ class Message:
                     f"{form[0]}, which a pass without values has found: shapes must not depend on values"
                 )
             place.copy_(each.detach())
-        finish_stream(as_tensor(memory))
+        self._mark(memory, has_failed=False)
+
+    def pack_failure(self, memory: Array) -> None:
+        """Write into the bytes that there are no tensors."""
+        self._mark(memory, has_failed=True)
+
+    @staticmethod
+    def has_failed(memory: Array) -> bool:
+        """Return True if the bytes have no tensors."""
+        arrays.ready(memory)
+        return bool(as_tensor(memory)[0])
 
     def unpack(self, memory: Array) -> list[Any]:
         """New tensors of the bytes."""
         arrays.ready(memory)  # PyTorch may continue in another stream of a GPU
         return [place.clone() for place in self._places(memory)]
+
+    def _mark(self, memory: Array, has_failed: bool) -> None:
+        whole = as_tensor(memory)
+        whole[0] = has_failed
+        finish_stream(whole)
 
     def _places(self, memory: Array) -> list[Any]:
         whole, found = as_tensor(memory), []
@@ -163,7 +182,8 @@ class Survey:
     def run(self, function: Callable[..., Any], arguments: Sequence[Any], trains: bool) -> None:
         """Make the pass.  Raises TypeError or ValueError if the module or the function is unfit."""
         staged, loss = self._staged, None
-        with staged.following(self), staged.buffers_without_values(), torch.set_grad_enabled(trains):
+        silent = nullcontext() if staged.cuts is None else staged.cuts.without_messages()
+        with staged.following(self), silent, staged.buffers_without_values(), torch.set_grad_enabled(trains):
             try:
                 loss = function(staged.module, *arguments)
             except _NEEDS_VALUES as error:  # a loss may look at its value
@@ -171,7 +191,8 @@ class Survey:
                     after = staged.layers[self._last].path if self._last >= 0 else "the beginning"
                     raise ValueError(
                         f"the code of the module or of {after!r} decides by values of tensors, which the other stages "
-                        f"lack, as experts and a mask made of activations do ({type(error).__name__}): make the mesh "
+                        f"lack, as experts and a mask made of activations do ({type(error).__name__}): for experts of "
+                        "transformers give its configuration experts_implementation='batched_mm', else make the mesh "
                         "with pipeline=1"
                     ) from error
         if len(self.boundaries) < staged.count - 1:
@@ -202,8 +223,13 @@ class Survey:
         self._last = number
         if layer.stage and begins:
             self.boundaries[layer.stage] = Boundary((args, kwargs))
-        with staged.mode:
-            outputs = staged.compute(number, args, kwargs)
+        try:
+            with staged.mode:
+                outputs = staged.compute(number, args, kwargs)
+        except Exception as error:
+            if staged.cuts is not None:
+                staged.cuts.explain(error)
+            raise
         self.outputs[number] = Returned(outputs, (args, kwargs))
         return outputs
 
@@ -237,7 +263,7 @@ class StagePass:
         with staged.following(self), torch.set_grad_enabled(self._trains):
             try:
                 loss = function(staged.module, *arguments)
-            except _StageEnd:
+            except PassEnd:
                 return
         if self._stage < staged.count - 1:
             raise RuntimeError(f"this pass has not called {staged.layers[staged.firsts[self._stage + 1]].path!r}")
@@ -264,7 +290,7 @@ class StagePass:
             return self._survey.outputs[number].in_call(given)
         if layer.stage > self._stage:
             self.ends = self._survey.boundaries[layer.stage].picked(self._with_values(given, layer.path))
-            raise _StageEnd
+            raise PassEnd
         if self._stage and number == staged.firsts[self._stage]:
             if self._trains and not torch.is_grad_enabled():
                 raise RuntimeError(
@@ -327,11 +353,16 @@ class MicroBatch:
 
 
 class StageChunk:
-    """One virtual stage, for `mpishard.pipeline.runtime`, whose arrays are bytes here."""
+    """One virtual stage, for `mpishard.pipeline.runtime`, whose arrays are bytes here.
 
-    def __init__(self, staged: StagedModule, virtual_stage: int, device: Any) -> None:
+    An error on this rank goes to `errors`, which all stages of a rank share. From then on it computes nothing, and
+    sends messages without tensors, which the other stages hand on, so that all come to the end of the schedule.
+    """
+
+    def __init__(self, staged: StagedModule, virtual_stage: int, device: Any, errors: DeferredError) -> None:
         self.virtual_stage = virtual_stage
         self._staged = staged
+        self._errors = errors
         self._is_last = virtual_stage == staged.count - 1
         self._module = array_module(device)
 
@@ -346,36 +377,50 @@ class StageChunk:
 
     def forward(self, x: Array | None, work: Workspace, batch: MicroBatch) -> Any:
         survey, stage = batch.survey, self.virtual_stage
-        received = [] if x is None else survey.boundaries[stage].activations.unpack(x)
-        passed = StagePass(self._staged, survey, stage, received, batch.trains)
-        passed.run(batch.function, batch.arguments)
-        if batch.trains:
-            work.kept["pass"] = passed
-        if self._is_last:
-            return passed.ends[0].detach() * batch.factor
-        message = survey.boundaries[stage + 1].activations
-        output = work.save("sent", message.nbytes)
-        message.pack(passed.ends, output)
+        message = None if self._is_last else survey.boundaries[stage + 1].activations
+        output = 0.0 if message is None else work.save("sent", message.nbytes)
+        if not self._has_failed(x):
+            with self._errors.capture():
+                received = [] if x is None else survey.boundaries[stage].activations.unpack(x)
+                passed = StagePass(self._staged, survey, stage, received, batch.trains)
+                passed.run(batch.function, batch.arguments)
+                if message is None:
+                    output = passed.ends[0].detach() * batch.factor
+                else:
+                    message.pack(passed.ends, output)
+                if batch.trains:
+                    work.kept["pass"] = passed
+                return output
+        if message is not None:
+            message.pack_failure(output)
         return output
 
     infer = forward
 
     def backward(self, dy: Array | None, work: Workspace, batch: MicroBatch) -> Array | None:
         survey, stage = batch.survey, self.virtual_stage
-        passed: StagePass = work.kept.pop("pass")
-        if dy is None:
-            gradients = [torch.full_like(passed.ends[0], batch.factor * batch.loss_scale)]
-        else:
-            after = survey.boundaries[stage + 1]
-            passed.ends = after.differentiable(passed.ends)
-            gradients = after.gradients.unpack(dy)
-        passed.backward(gradients)
-        if not stage:
-            return None
-        message = survey.boundaries[stage].gradients
-        dx = work.save("gradients", message.nbytes)
-        message.pack(passed.gradients, dx)
+        message = survey.boundaries[stage].gradients if stage else None
+        dx = None if message is None else work.save("gradients", message.nbytes)
+        passed: StagePass | None = work.kept.pop("pass", None)
+        if passed is not None and not self._has_failed(dy):
+            with self._errors.capture():
+                if dy is None:
+                    gradients = [torch.full_like(passed.ends[0], batch.factor * batch.loss_scale)]
+                else:
+                    after = survey.boundaries[stage + 1]
+                    passed.ends = after.differentiable(passed.ends)
+                    gradients = after.gradients.unpack(dy)
+                passed.backward(gradients)
+                if message is not None:
+                    message.pack(passed.gradients, dx)
+                return dx
+        if message is not None:
+            message.pack_failure(dx)
         return dx
+
+    def _has_failed(self, message: Array | None) -> bool:
+        """Return True if this rank, or the stage that has sent a message, has failed."""
+        return self._errors.error is not None or (message is not None and Message.has_failed(message))
 
     def input_gradient(self, dy: Array | None, work: Workspace, batch: MicroBatch) -> Array | None:
         raise NotImplementedError("autograd computes both gradients in one pass")

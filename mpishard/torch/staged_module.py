@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from mpishard.arguments import flag, listed
 from mpishard.comm.agreement import opening
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
+from mpishard.torch.cut_module import CutModule
 from mpishard.torch.memory import as_reals, broadcast_values
 from mpishard.torch.stages import StageLayer
 from mpishard.torch.units import HOW_TO_SAVE, plain_name
@@ -44,15 +46,23 @@ class StagedModule:
     """The layers of a module on the pipeline axis of a mesh, and the parameters of this rank.
 
     Nothing is changed before `cut`. `trained` and `frozen` are all parameters by name; those that are in no layer are
-    on all stages. Methods are collective over the pipeline axis, unless they say otherwise.
+    on all stages. `cuts` are those over the tensor axis, which come before. Methods are collective over the pipeline
+    axis, unless they say otherwise.
     """
 
     def __init__(
-        self, module: Any, mesh: Mesh, layers: list[StageLayer], trained: Mapping[str, Any], frozen: Mapping[str, Any]
+        self,
+        module: Any,
+        mesh: Mesh,
+        layers: list[StageLayer],
+        trained: Mapping[str, Any],
+        frozen: Mapping[str, Any],
+        cuts: CutModule | None = None,
     ) -> None:
         self.module = module
         self.mesh = mesh
         self.layers = layers
+        self.cuts = cuts
         self.count: int = layers[-1].stage + 1  # of virtual stages
         numbers = range(len(layers))
         # By virtual stage the number of its first layer.
@@ -61,10 +71,11 @@ class StagedModule:
         self.mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
         self._axis = mesh.pipeline
         self._tensors = {**trained, **frozen}
-        self._forms = {name: (p.shape, p.dtype, p.device) for name, p in self._tensors.items()}
+        self._forms = {name: (p.shape, p.dtype) for name, p in self._tensors.items()}  # of whole ones
         self._stages = _stages_of(layers, self._tensors, self.count)
         self._check_trained()
         self._forwards: list[Any] = []  # of the layers, by number
+        self._replaced: list[Any] = []  # these, where a layer had its own before, as one that tensor ranks divide
         self._places: dict[str, list[tuple[Any, str]]] = {}  # where an absent parameter is in the module
         self._fakes: dict[str, Any] = {}  # what is there now
         self._stage_of_buffer: dict[str, int] = {}
@@ -116,17 +127,18 @@ class StagedModule:
         """Those of all trained parameters."""
         found = []
         for name in self.trained:
-            shape, dtype, _ = self._forms[name]
+            shape, dtype = self._forms[name]
             first, *others = self._stages[name]
-            reals = as_reals(torch.empty(shape, dtype=dtype, device="meta")).shape
-            found.append(ParameterSpec(name, tuple(reals), first, copies=tuple(others)))
+            reals = tuple(as_reals(torch.empty(shape, dtype=dtype, device="meta")).shape)
+            spec = ParameterSpec(name, reals) if self.cuts is None else self.cuts.spec(name, reals)
+            found.append(replace(spec, stage=first, copies=tuple(others)))
         return found
 
     @property
     def wholes(self) -> dict[str, Any]:
         """All trained parameters by name, as tensors without values."""
         forms = {name: self._forms[name] for name in self.trained}
-        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype, _) in forms.items()}
+        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in forms.items()}
 
     def gathered(self, own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], like: Any) -> dict[str, Any]:
         """Tensors that belong to parameters, such as masters, from the stages that have them.
@@ -139,11 +151,14 @@ class StagedModule:
             self._from_owner(name, found[name])
         return found
 
-    def cut(self, buffers: Mapping[str, Any]) -> None:
-        """Leave this rank the parameters of its stages, with the values of rank 0, and let layers call back."""
+    def cut(self, buffers: Mapping[str, Any], is_filled: bool) -> None:
+        """Leave this rank the parameters of its stages, with the values of rank 0, and let layers call back.
+
+        If it `is_filled`, the rank has these alone already.
+        """
         self._buffers = dict(buffers)
         names = {id(buffer): name for name, buffer in buffers.items()}
-        for tensor in (*buffers.values(), *self._tensors.values()):
+        for tensor in (*buffers.values(), *(() if is_filled else self._tensors.values())):
             broadcast_values(tensor, self._axis)
         for layer in self.layers:
             inside = {names[id(each)] for each in layer.module.buffers() if id(each) in names}
@@ -153,16 +168,23 @@ class StagedModule:
             for key, p in child._parameters.items():
                 if p is not None and id(p) in name_of:
                     self._places.setdefault(name_of[id(p)], []).append((child._parameters, key))
-        self._fakes = {name: self.mode.from_tensor(self._tensors[name]) for name in self._places}
+        self._fakes = {name: self._without_values(name) for name in self._places}
         self._leave()
         run = torch.compiler.disable(StagedModule._run)
         for number, layer in enumerate(self.layers):
             self._forwards.append(layer.module.forward)
+            self._replaced.append(vars(layer.module).get("forward"))
             layer.module.forward = _Hook(run, self, number)
         refuse = _Hook(StagedModule._check_summoned, self)
         for child in self.module.modules():
             self._handles.append(child.register_state_dict_pre_hook(refuse))
             self._handles.append(child.register_load_state_dict_pre_hook(refuse))
+
+    def _without_values(self, name: str) -> Any:
+        p, (shape, dtype) = self._tensors[name], self._forms[name]
+        shape = shape if self.cuts is None else self.cuts.own_shape(name, shape)
+        with self.mode:
+            return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=p.device), p.requires_grad)
 
     def remove(self, restores: bool) -> None:
         """Remove what `cut` has changed; if `restores`, give the module all parameters, else its passes raise.
@@ -177,10 +199,13 @@ class StagedModule:
         self._enter()
         for handle in self._handles:
             handle.remove()
-        for layer in self.layers:
+        for layer, replaced in zip(self.layers, self._replaced, strict=True):
             del layer.module.forward
+            if replaced is not None:
+                layer.module.forward = replaced
         self._handles.clear()
         self._forwards.clear()
+        self._replaced.clear()
 
     def share_buffers(self) -> None:
         """Give all stages the buffers of the layers of each."""
@@ -196,7 +221,8 @@ class StagedModule:
     def summoned(self, writeback: bool) -> Iterator[None]:
         """Give the module all parameters; at the end rank 0's values are those of all ranks, or are dropped.
 
-        Collective over the mesh. Meanwhile the module computes by itself.
+        Those of tensor ranks stay cut, and what is written to them is for `CutModule.summoned` within. Collective over
+        the mesh. Meanwhile layers compute by themselves.
         """
         if self._summoned:
             yield
@@ -208,7 +234,7 @@ class StagedModule:
         self._summoned = True
         try:
             yield
-            for p in self._tensors.values() if writeback else ():
+            for p in self._tensors.values() if writeback and self.cuts is None else ():
                 broadcast_values(p, self.mesh.world)
         finally:
             self._summoned = False
@@ -220,8 +246,9 @@ class StagedModule:
         """Put the absent parameters, and the buffers of all stages, into the module."""
         self.share_buffers()
         for name in self._tensors:
-            p, (shape, _, _) = self._tensors[name], self._forms[name]
+            p, (shape, _) = self._tensors[name], self._forms[name]
             if not self.holds(name):
+                shape = shape if self.cuts is None else self.cuts.own_shape(name, shape)
                 p.data = p.detach().new_empty(shape)
             self._from_owner(name, p)
             for table, key in self._places.get(name, ()):
@@ -249,6 +276,8 @@ class StagedModule:
             yield
         finally:
             self._walk = None
+            if self.cuts is not None:
+                self.cuts.end_pass()
 
     @contextlib.contextmanager
     def buffers_without_values(self) -> Iterator[None]:

@@ -68,6 +68,12 @@ def layers_of(module: Any, stages: Any, count: int) -> list[StageLayer]:
             f"a stage cannot begin at {unfit[0]!r}, which is the first layer or has another of the names of stages "
             f"within it; the layers are {listed(found)}"
         )
+    elif list(cuts) != (ordered := [path for path in found if path in cuts]):
+        raise ValueError(
+            f"stages names {listed(cuts)}, and the module has them in the order {listed(ordered)}: name them so; for "
+            "calls in another order give a dictionary whose keys are the names of submodules and lists in the order of "
+            "their calls"
+        )
     numbers = accumulate(int(path in cuts) for path in found)
     return [StageLayer(path, named[path], number) for path, number in zip(found, numbers, strict=True)]
 

@@ -16,7 +16,7 @@ from mpishard.backend.array import module_of
 from mpishard.nn.tensor_parallel import AdjointPair, Copy, Reduce
 from mpishard.torch.memory import as_array, as_tensor, finish_stream
 
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 
 
 def moved(x: Any, pair: AdjointPair) -> Any:
@@ -48,7 +48,7 @@ def _along_columns(operation: Callable[..., Any], x: Any, sums: bool) -> Any:
 
     Sums of half precision are taken in float32.
     """
-    is_half, values = x.dtype in _HALF, x.detach()
+    is_half, values = x.dtype in HALF, x.detach()
     if sums:  # overwritten
         values = values.float() if is_half else values.clone()
     elif is_half:

@@ -28,7 +28,7 @@ class _Formula(NamedTuple):
     name: str
     c_body: str = ""
 
-    def expect(self, dtype: Any) -> None:
+    def expect(self, like: Array) -> None:
         """Nothing is compiled."""
 
 

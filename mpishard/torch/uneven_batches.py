@@ -113,7 +113,7 @@ class Join:
         optimizer = self._optimizer.optimizer
         if id(optimizer.mesh) in _meshes_in_use:
             raise ValueError("join is for one optimizer at a time on a mesh: leave the first context before")
-        if optimizer.strategy_class.workers_differ or not optimizer.config.auto_sync_gradients:
+        if optimizer.sharding.workers_differ or not optimizer.config.auto_sync_gradients:
             raise ValueError(
                 f"join is for steps that all ranks take together, and those of {type(optimizer).__name__} with "
                 f"auto_sync_gradients={optimizer.config.auto_sync_gradients} are not; leave it out, and give ranks "

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from mpishard.layout.tensors import Piece
-from mpishard.torch.memory import array_module, as_numbers, as_reals, finish_stream, take_changed
+from mpishard.parameters.zero3_units import UnitMemory
+from mpishard.torch.memory import array_module, as_numbers, as_reals, finish_stream, give_memory, take_changed
 from mpishard.torch.units import HOW_TO_SAVE, tensors_in
 
 Array = Any
@@ -92,12 +93,12 @@ def _freed_class(own: Any) -> Any:
     return type(own)(own.__name__, (FreedParameter, own), known)
 
 
-class UnitStorages:
+class UnitStorages(UnitMemory):
     """The memory of gathered units: storages of PyTorch, into which their parameters are views, of 0 bytes when freed.
 
-    This is the `UnitMemory` of ShardedUnits. `paths` are those of the units by name of a tensor. Pieces count elements
-    of `like`, bytes where tensors have several dtypes. A tensor of another dtype than a floating-point `like` has its
-    own storage, with values that `round` makes of those that were gathered.
+    `paths` are those of the units by name of a tensor. Pieces count elements of `like`, bytes where tensors have
+    several dtypes. A tensor of another dtype than a floating-point `like` has its own storage, with values that `round`
+    makes of those that were gathered.
     """
 
     def __init__(
@@ -170,9 +171,7 @@ class UnitStorages:
         """Make the parameters of a gathered unit views into its memory, with the values that they have."""
         for p, view in self._views(unit):
             if p.device.type == "meta":
-                whole: Any = torch.Tensor._make_subclass(type(p), view, p.requires_grad)
-                vars(whole).update(vars(p))
-                torch.utils.swap_tensors(p, whole)
+                give_memory(p, view)
             else:
                 view.copy_(p.detach())
                 p.data = view

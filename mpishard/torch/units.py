@@ -37,7 +37,6 @@ class Unit:
     # Forward passes since the last step whose backward pass has not ended, and those of which it has begun.
     waiting: set[UnitCall] = field(default_factory=set)
     opened: set[UnitCall] = field(default_factory=set)
-    seen: set[str] = field(default_factory=set)  # parameters that got a gradient in this backward pass
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(f"a module under zero=3 belongs to its mesh and cannot be copied or pickled: {HOW_TO_SAVE}")

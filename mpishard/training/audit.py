@@ -17,7 +17,7 @@ import math
 import os
 import platform
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.io import log
 from mpishard.layout.run_state import PARAMETERS
 from mpishard.parameters.buckets import Bucket
-from mpishard.parameters.reducer import unseen
+from mpishard.record.audits import MENDED, promise
 from mpishard.reduction.ordered import OrderedSums
 from mpishard.reduction.tree_sum import TermAssignment
 from mpishard.training.objective import Objective
@@ -46,6 +46,7 @@ _MEAN_WAIT = 7 / 12
 
 REPLICAS = "replicas"  # the audit of what all ranks hold
 REPLICAS_EVERY = 10  # steps from one comparison to the next
+LEAST_SHARE = 1e-9  # a smaller one finds nothing within any run
 
 
 # Who computes what again: functions of the step alone, the same on all ranks.
@@ -116,13 +117,13 @@ def verdict(check: Check, first: tuple[int, int], again: Sequence[int]) -> list[
 class WrongPart(RuntimeError):
     """Ranks have computed something differently: `ranks` wrongly, or none of them if there is no majority.
 
-    `facts`, for the record: the step and the micro-batch, and who was wrong.
+    `facts`: what the record has of it, see `RunRecord.audit_found`.
     """
 
-    def __init__(self, text: str, ranks: Sequence[int] = (), facts: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, text: str, facts: Mapping[str, Any] | None = None, ranks: Sequence[int] = ()) -> None:
         super().__init__(text)
+        self.facts: Mapping[str, Any] = {} if facts is None else facts
         self.ranks = tuple(ranks)
-        self.facts = facts
 
 
 # The checks of a run.
@@ -154,8 +155,10 @@ class AuditedRunner(StepRunner):
         self._part = -1  # whose gradient the reducer sees next
 
     @property
-    def facts(self) -> dict[str, float]:
-        """For the record: the share, and the steps until a rank that is always wrong is seen."""
+    def facts(self) -> dict[str, float | None]:
+        """For the record: the share, and the steps until a rank that is always wrong is seen, None with one rank."""
+        if self.axis.size == 1:
+            return {"share": self._share, "mean_steps": None, "most_steps": None}
         parts = len(micro_batches(np.empty(self.problem.batch_size), self.problem.micro_batch_size))
         mean, most = expected_steps(self._share, parts, self.axis.size)
         return {"share": self._share, "mean_steps": round(mean, 2), "most_steps": most}
@@ -168,14 +171,12 @@ class AuditedRunner(StepRunner):
             raise ValueError(f"{audit} compares bits, and needs reproducible=True")
         if self.problem.everywhere:
             raise ValueError(f"{audit} is for samples that ranks share: give samples=N; ranks compare a whole function")
-        if self.together or self.reducer.on_demand or optimizer.strategy_class.workers_differ:
+        if self.together or self.reducer.on_demand or optimizer.sharding.workers_differ:
             raise ValueError(
                 f"{audit} needs micro-batches that a rank computes alone: use DDP or ZeRO-1, on a mesh with a data "
-                f"axis alone; this is {optimizer.strategy_class.__name__} on {optimizer.mesh.sizes}"
+                f"axis alone; this is {optimizer.sharding.name} on {optimizer.mesh.sizes}"
             )
-        numerics = optimizer.state.numerics
-        remedy = f"leave {audit} out, or use nodes of one kind"
-        agree_on_settings(optimizer.world, numerics.own, what="arithmetic, whose bits an audit compares", remedy=remedy)
+        _agree_on_arithmetic(optimizer, audit)
         self._seen_right.clear()  # ranks have other numbers now
 
     def _report(self) -> None:
@@ -183,26 +184,18 @@ class AuditedRunner(StepRunner):
         if self.axis.size == self._reported:
             return
         self._reported = self.axis.size
-        text = "audit: there is one worker, which no other one can check"
-        if self.axis.size > 1:
-            facts, what = self.facts, f"{100 * self._share:.3g} % of the micro-batches are computed twice"
-            if self._share == 1:
-                what = "all micro-batches are computed twice"
-            text = (
-                f"audit: {what}; a worker that is always wrong is seen in step {facts['mean_steps']:.3g} on average, "
-                f"{facts['most_steps']:.6g} at the latest"
-            )
-            if self._share == 1:
-                text = f"audit: {what}; what a worker computes wrongly is seen before it is used"
         if self.axis.rank == 0:
-            log.inform(text)
+            log.inform(f"audit: {promise(self.facts)}")
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def losses_and_gradient(self, batch: np.ndarray) -> tuple[np.ndarray, int]:
         """As that of `StepRunner`.  Raises WrongPart on all ranks where two have computed a micro-batch differently."""
-        found = super().losses_and_gradient(batch)
-        self.reducer.watch = unseen
+        self.reducer.looks.append(self._look)
+        try:
+            found = super().losses_and_gradient(batch)
+        finally:
+            self.reducer.looks.remove(self._look)
         if self._checks:
             self._compare()
         return found
@@ -219,8 +212,6 @@ class AuditedRunner(StepRunner):
                 self._digests[number, 1] = self._compute_alone(check.part)
             if check.owner == self.axis.rank:
                 self._numbers[check.part] = number
-        if self._numbers:
-            self.reducer.watch = self._look
         return super()._forward_backward_terms(batch, ordered)
 
     def _term(self, number: int, micro: list[np.ndarray]) -> float:
@@ -280,6 +271,10 @@ class AuditedRunner(StepRunner):
         places, wrong = _places(self.axis), verdict(check, first, again)
         names = _names(places)
         part = f"micro-batch {check.part} of step {self._step} (samples {listed(self._micro[check.part])})"
+        asked = list(check[1:]) if wrong is None else wrong
+        # With a share of 1 all that was used had been seen right.
+        right = self._step - 1 if self._share == 1 else min(self._seen_right.get(rank, 0) for rank in asked)
+        facts = {"step": self._step, "micro_batch": check.part, "last_right": right, **_who(places, asked, wrong)}
         if wrong is None:
             more = "; with three ranks or more the odd one is found" if len(names) < 3 else ""
             changed = [names[rank] for rank, found in zip(check[1:], first, strict=True) if found != again[rank]]
@@ -287,41 +282,42 @@ class AuditedRunner(StepRunner):
                 f"the audit found two results for {part}, of {names[check.owner]} and {names[check.auditor]}, and no "
                 f"majority for either; {' and '.join(changed) or 'neither'} found another one when asked again. Test "
                 f"their processors and memory{more}. A function that draws random numbers, or keeps anything between "
-                "calls, is no case for audit="
+                "calls, is no case for audit=",
+                facts,
             )
-        right = min(self._seen_right.get(rank, 0) for rank in wrong)
         seen = f"after step {right}, the last one in which it was seen right," if right else "before"
         used = f"steps and checkpoints {seen} may have wrong parts of it"
         if self._share == 1:
             used = "nothing that it computed wrongly was used"
-        return WrongPart(
-            f"the audit found {part} computed wrongly by {listed(names[rank] for rank in wrong)}; {used}",
-            wrong,
-            {
-                "step": self._step,
-                "micro_batch": check.part,
-                "wrong": [{"rank": rank, "host": places[rank][0], "pid": places[rank][1]} for rank in wrong],
-            },
-        )
+        text = f"the audit found {part} computed wrongly by {listed(names[rank] for rank in wrong)}; {used}"
+        return WrongPart(text, facts, wrong)
 
 
 # What all ranks hold.
 
 
-def check_replicas(optimizer: ShardedOptimizer) -> None:
-    """Raise ValueError unless all ranks hold the same parameters."""
-    strategy, mesh = optimizer.strategy_class, optimizer.mesh
-    if strategy.workers_differ or strategy.shards_parameters or mesh.size > mesh.data.size:
+def check_replicas(optimizer: ShardedOptimizer) -> dict[str, float | None]:
+    """Raise ValueError on all ranks unless they hold the same parameters, and change them alike.  Collective.
+
+    Returns, for the record, the steps between two comparisons, and until a bit that has flipped is seen, None with one
+    rank.
+    """
+    sharding, mesh, audit = optimizer.sharding, optimizer.mesh, f"audit={REPLICAS!r}"
+    if sharding.workers_differ or sharding.shards_parameters or mesh.size > mesh.data.size:
         raise ValueError(
-            f"audit={REPLICAS!r} compares what all ranks hold: use DDP, or ZeRO-1 or 2 for parameters alone, on a mesh "
-            f"with a data axis alone; this is {strategy.__name__} on {mesh.sizes}"
+            f"{audit} compares what all ranks hold: use DDP, or ZeRO-1 or 2 for parameters alone, on a mesh "
+            f"with a data axis alone; this is {sharding.name} on {mesh.sizes}"
         )
+    _agree_on_arithmetic(optimizer, audit)
+    mean, most = ((REPLICAS_EVERY + 1) / 2, REPLICAS_EVERY) if mesh.size > 1 else (None, None)
+    return {"every": REPLICAS_EVERY, "mean_steps": mean, "most_steps": most}
 
 
-def compare_replicas(optimizer: ShardedOptimizer) -> None:
+def compare_replicas(optimizer: ShardedOptimizer, note: Callable[[Mapping[str, Any]], None]) -> None:
     """Between two steps, compare parameters and state of all ranks if that is due; who differs takes them from others.
 
-    Collective over the data axis.  Raises WrongPart on all ranks if there is no majority.
+    Collective over the data axis.  `note` gets the facts of what is mended, for the record.  Raises WrongPart on all
+    ranks if there is no majority.
     """
     axis, step = optimizer.axis, optimizer.clock
     if step % REPLICAS_EVERY or axis.size == 1:
@@ -329,7 +325,7 @@ def compare_replicas(optimizer: ShardedOptimizer) -> None:
     whole = [
         shard
         for shard in optimizer.state.capture().shards
-        if shard.kind == PARAMETERS or not optimizer.strategy_class.divides_state
+        if shard.kind == PARAMETERS or not optimizer.sharding.divides_state
     ]
     digests = np.zeros((axis.size, len(whole)), np.int64)
     digests[axis.rank] = [_digest(shard.array) for shard in whole]
@@ -338,15 +334,25 @@ def compare_replicas(optimizer: ShardedOptimizer) -> None:
         digest, votes = Counter(found).most_common(1)[0]
         if votes == axis.size:
             continue
-        names = _names(_places(axis))
-        since = f"steps and checkpoints after step {max(0, step - REPLICAS_EVERY)} may have wrong parts of it"
+        places, right = _places(axis), max(0, step - REPLICAS_EVERY)
+        facts = {"step": step, "kind": shard.kind, "last_right": right}
+        names, since = _names(places), f"steps and checkpoints after step {right} may have wrong parts of it"
         if axis.size < 3 or 2 * votes <= axis.size:
             text = f"the audit found other {shard.kind} on each of {listed(names)}, and no majority; {since}"
-            raise WrongPart(text)
+            raise WrongPart(text, facts | _who(places, range(axis.size), None))
         axis.broadcast(shard.array, root=found.index(digest), label="audit")
-        wrong = listed(name for name, own in zip(names, found, strict=True) if own != digest)
+        wrong = [rank for rank, own in enumerate(found) if own != digest]
+        note(facts | _who(places, wrong, wrong) | {"outcome": MENDED})
         if axis.rank == 0:
-            log.warn(f"the audit found other {shard.kind} on {wrong}, which takes those of the others; {since}")
+            on = listed(names[rank] for rank in wrong)
+            log.warn(f"the audit found other {shard.kind} on {on}, which takes those of the others; {since}")
+
+
+def _agree_on_arithmetic(optimizer: ShardedOptimizer, audit: str) -> None:
+    """Raise ValueError on all ranks unless their processors and libraries give the same bits.  Collective."""
+    remedy = f"leave {audit} out, or use nodes of one kind"
+    what, own = "arithmetic, whose bits an audit compares", optimizer.settings.numerics.own
+    agree_on_settings(optimizer.world, own, what=what, remedy=remedy)
 
 
 def _places(axis: Axis) -> list[tuple[str, int]]:
@@ -357,6 +363,12 @@ def _places(axis: Axis) -> list[tuple[str, int]]:
 def _names(places: Sequence[tuple[str, int]]) -> list[str]:
     """Ranks with their hosts and processes, for messages."""
     return [f"rank {rank} on {host} (pid {process})" for rank, (host, process) in enumerate(places)]
+
+
+def _who(places: Sequence[tuple[str, int]], ranks: Sequence[int], wrong: Sequence[int] | None) -> dict[str, Any]:
+    """Ranks for the record: those who are wrong, or without a majority those who differ."""
+    who = [{"rank": rank, "host": places[rank][0], "pid": places[rank][1]} for rank in ranks]
+    return {"wrong": [], "differ": who} if wrong is None else {"wrong": who, "differ": []}
 
 
 def _digest(array: Array, bucket: Bucket | None = None) -> int:

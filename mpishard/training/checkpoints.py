@@ -16,7 +16,7 @@ from mpishard.data.sampling import Sampler
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.io import log
 from mpishard.layout.run_state import RunState, brief, whole_fact
-from mpishard.nn.architecture import MODEL, changes
+from mpishard.nn.model_facts import MODEL, changes
 from mpishard.training.objective import Batches, Objective, RunOptions
 
 if TYPE_CHECKING:

@@ -168,10 +168,10 @@ class StepReport:
             gradient = f", gradient {norm:.3g}" if known else ""
             self._bar.advance(f"loss {loss:.4g}{gradient}{iteration}{self._validated}")
 
-    def wrong_part(self, facts: Mapping[str, Any]) -> None:
+    def audit_found(self, facts: Mapping[str, Any]) -> None:
         """Note what an audit has found."""
         if self._record is not None:
-            self._record.wrong_part(**facts)
+            self._record.audit_found(**facts)
 
     def validation(self, step: int, loss: float) -> None:
         """Report the validation loss after a step; the first rank writes each once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
@@ -13,8 +13,8 @@ from mpishard.comm.errors import CaughtError
 from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.nn.architecture import MODEL, fields_of
 from mpishard.nn.decoder import Decoder
+from mpishard.nn.model_facts import MODEL, fields_of
 from mpishard.parameters.flat import FlatParameters, Model
 from mpishard.record import RunRecord
 from mpishard.training.objective import Objective, ObjectiveOptions, RunOptions
@@ -23,12 +23,6 @@ from mpishard.training.step_runner import arguments_of_loss, check_data, check_e
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints  # with h5py: only for those who have checkpoints
-
-
-class TrainingLoop(Protocol):
-    """The loop that `OptimizationProblem.minimize` calls."""
-
-    def run(self) -> OptimizationResult[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -174,7 +168,7 @@ class OptimizationProblem(Objective[P]):
         record: RunRecord | None = None,
         evaluate: Evaluation | None = None,
         stop_early: EarlyStopping | None = None,
-        loop: Callable[[Objective[P], ShardedOptimizer, RunOptions], TrainingLoop] | None = None,
+        loop: Callable[[Objective[P], ShardedOptimizer, RunOptions], Any] | None = None,
     ) -> OptimizationResult[P]:
         """Run the loop.  Collective over the optimizer's mesh; `ShardedOptimizer.optimize` calls this.
 
@@ -197,12 +191,12 @@ class OptimizationProblem(Objective[P]):
         stop_early : EarlyStopping, optional
             When its losses end the run.
         loop : callable, optional
-            ``loop(problem, optimizer, options)`` makes the loop, for optimizers that need another one than `Loop`.
+            ``loop(problem, optimizer, options)`` takes the place of the training loop.
 
         Returns
         -------
         OptimizationResult
-            What the loop returns.
+            Or what `loop` returns.
 
         Raises
         ------
@@ -228,7 +222,9 @@ class OptimizationProblem(Objective[P]):
         if not (ends or watching):
             raise ValueError("nothing would stop this optimization; give steps, tolerance, seconds or a callback")
         options = RunOptions(callback, progress, watching, checkpoints, resume, record, evaluate, stop_early)
-        result: OptimizationResult[P] = (loop or Loop)(self, optimizer, options).run()
+        result: OptimizationResult[P] = (
+            Loop(self, optimizer, options).run() if loop is None else loop(self, optimizer, options)
+        )
         return result
 
     def _agree_on_problem(

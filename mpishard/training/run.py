@@ -63,7 +63,6 @@ class TrainingRun:
         self.optimizer = optimizer
         self._callback = options.callback
         self._transactional = transactional
-        self._audit = audit
         workers = scaling.first
         optimizer.state.check_run(
             samples=problem.samples,
@@ -79,9 +78,8 @@ class TrainingRun:
         if begins:
             warn_if_initial_parameters_differ(optimizer.mesh, self.runner.parameters)
         self.runner.attach()
-        if audit == REPLICAS:
-            check_replicas(optimizer)
-        optimizer.state.numerics.note_micro_batches(problem.micro_batch_size)
+        self._replicas = check_replicas(optimizer) if audit == REPLICAS else None
+        optimizer.settings.note_micro_batches(problem.micro_batch_size)
         self.batches.begin_after(optimizer.state.batches)
         self._samples_before = self.batches.position
         self.losses = LossHistory(optimizer.axis)
@@ -218,7 +216,7 @@ class TrainingRun:
         step = self.next_step - 1
         if not self.validation.due(step):
             return
-        if self.optimizer.strategy_class.workers_differ:
+        if self.optimizer.sharding.workers_differ:
             self.losses.reduce()
             self.optimizer.state.consolidate()
         assert self.validation.evaluation is not None
@@ -332,10 +330,10 @@ class TrainingRun:
             "best": "validation loss" if self.checkpoints.keeps_best else None,
             "parameters": sum(spec.size for spec in self.runner.parameters.specs),
             "dtype": str(self.runner.parameters.dtype),
-            "audit": self.runner.facts if isinstance(self.runner, AuditedRunner) else self._audit,
+            "audit": self.runner.facts if isinstance(self.runner, AuditedRunner) else self._replicas,
             "resumed_steps": self._resumed_steps,
             "steps_before": self._steps_before,
-            **optimizer.state.numerics.record,
+            **optimizer.settings.record,
             **self.problem.facts,
         }
 

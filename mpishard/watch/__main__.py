@@ -14,13 +14,13 @@ from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 
-from mpishard.launch.detection import Launch, launches
+from mpishard.launch.detection import Launch, launches, name_of_job
 from mpishard.launch.job_notes import Ended, JobNotes
 from mpishard.launch.worker import Script
 from mpishard.watch.calls import loaded_mpi
 from mpishard.watch.folder import FOLDER, begin
 from mpishard.watch.guard import GUARD, guard, start_guard
-from mpishard.watch.sampler import PROCESSES, Sampler
+from mpishard.watch.sampler import PROCESSES, Watcher
 
 _ALONE = Launch("no launcher", "", 0, 1)
 
@@ -39,10 +39,10 @@ def main() -> None:
         parser.error("name the program, such as train.py, or -m and a module")
     if given.timeout is not None and not given.timeout > 0:
         parser.error(f"timeout {given.timeout:g} must be more than 0 seconds")
-    folder = given.folder.absolute()
-    launch = next(iter(launches(os.environ)), _ALONE)
+    found = next(iter(launches(os.environ)), None)
+    folder, launch = given.folder.absolute() / name_of_job(found, os.environ), found or _ALONE
     notes = JobNotes.from_environment()
-    sampler = Sampler(folder, launch, notes, given.timeout)
+    sampler = Watcher(folder, launch, notes, given.timeout)
     try:
         (folder / PROCESSES).mkdir(parents=True, exist_ok=True)
         if launch.rank == 0:
@@ -79,7 +79,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 class _Failure:
     """The excepthook of a program that does not import mpishard: its traceback, and the end of the job."""
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: Watcher) -> None:
         self._sampler = sampler
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -87,7 +87,7 @@ class _Failure:
         if self._sampler.process != os.getpid():  # a fork
             sys.excepthook(kind, error, trace)
             return
-        self._sampler.end(1, f"{kind.__name__}: {error}"[:500])
+        self._sampler.end_with(1, f"{kind.__name__}: {error}"[:500])
         mpi, is_rank = loaded_mpi(), self._sampler.launch.ranks > 1
         if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
             import_module("mpishard")  # in a rank this makes an uncaught exception end the job
@@ -102,11 +102,11 @@ def _abort() -> None:
     import_module("mpishard.comm.abort").abort("")
 
 
-def _end(sampler: Sampler, notes: JobNotes | None, script: Script) -> None:
+def _end(sampler: Watcher, notes: JobNotes | None, script: Script) -> None:
     """Note how the program has ended; the supervisor learns it from mpishard if the program has imported that."""
     if sampler.process != os.getpid() or not sampler.is_alive():  # a fork, or a failure that is noted
         return
-    sampler.end(script.code)
+    sampler.end_with(script.code)
     if notes is None or "mpishard.comm.supervisor_reports" in sys.modules or script.code is None:
         return
     with contextlib.suppress(OSError):

@@ -56,6 +56,10 @@ _ARGUMENTS: dict[str, dict[str, int]] = {
 _OF_OBJECTS = {"gather": {"root": 1}, "scatter": {"root": 1}, "reduce": {"root": 2}}
 # The value of an argument that stands for all ranks or tags, and of a peer that is no rank.
 ANY, NULL = "any", "null"
+# In the place of a rank: a process outside of MPI_COMM_WORLD, as Spawn and Connect bring them.
+OUTSIDE = -1
+# The class of a call of mpishard, whose collectives have a number on their axis.
+AXIS = "Axis"
 
 _OPERATORS: dict[type[ast.AST], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -171,7 +175,8 @@ def _members(mpi: Any, of: Any) -> dict[str, Any]:
     is_comm = isinstance(of, mpi.Comm)
     # Peers and roots are ranks of the remote group, if there is one.
     groups = [*([of.Get_remote_group()] if is_comm and of.Is_inter() else []), of.Get_group()]
-    members = [rank for group in groups for rank in mpi.Group.Translate_ranks(group, None, world)]
+    found = [rank for group in groups for rank in mpi.Group.Translate_ranks(group, None, world)]
+    members = [OUTSIDE if rank == mpi.UNDEFINED else rank for rank in found]
     for group in (*groups, world):
         group.Free()
     everybody = members == list(range(mpi.COMM_WORLD.size))

@@ -2,7 +2,7 @@
 
 A rank waits for the members of a communicator that are not in its collective, for the receiver of what it sends, or for
 the sender of what it receives.  A rank that others wait for, and which itself does not wait, is the cause.  If all
-wait, it is two calls that cannot meet, or a circle.
+wait, it is two calls that cannot meet, or a circle.  The calls are those of mpi4py, or of the axes of mpishard.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpishard.watch.calls import ANY, COLLECTIVE_ON_WIN, COLLECTIVES, NULL, PAIRS, RECEIVES, SENDS
+from mpishard.watch.calls import ANY, AXIS, COLLECTIVE_ON_WIN, COLLECTIVES, NULL, OUTSIDE, PAIRS, RECEIVES, SENDS
 from mpishard.watch.sampler import ENDED, FAILED, WAITS
 
 _LEAST_S = 1.0  # shorter waits are normal
 _MOST = 12  # groups that are listed
 # Collectives that some ranks leave before others have come.
-_LEFT_EARLY = frozenset("bcast scatter scatterv reduce gather gatherv scan exscan".split())
+_LEFT_EARLY = frozenset("bcast broadcast scatter scatterv reduce gather gatherv scan exscan".split())
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,23 @@ class Wait:
     tag: int | str | None
     recvtag: int | str | None
     is_collective: bool
+    number: str  # of a call of an axis; else empty
     place: str  # ``file:line``
 
     @property
-    def pair(self) -> tuple[str, int | None, tuple[int, ...]]:
-        """What must be the same on all members of a collective."""
-        return self.op, self.root, tuple(sorted(self.members))
+    def same(self) -> tuple[str, int | None, str]:
+        """What must be the same on all members of a collective, beside who they are."""
+        return self.op, self.root, f"{self.on} {self.number}" if self.number else ""
+
+    @property
+    def pair(self) -> tuple[tuple[str, int | None, str], tuple[int, ...]]:
+        """What ranks that wait in one collective have in common."""
+        return self.same, tuple(sorted(self.members))
 
     @property
     def what(self) -> str:
-        return f"{self.op} of {self.on}" if self.on else self.op
+        op = f"{self.op} {self.number}" if self.number else self.op
+        return f"{op} of {self.on}" if self.on else op
 
 
 def diagnose(answers: Sequence[Mapping[str, Any]], absent: Mapping[int, str], ranks: int) -> list[Finding]:
@@ -65,7 +72,8 @@ def diagnose(answers: Sequence[Mapping[str, Any]], absent: Mapping[int, str], ra
     `answers` are from `mpishard.watch.sampler.Sampler`, at most one a rank; `absent` has the ranks without one, and the
     state of their processes.  Kinds: ``"failed"``, ``"absent"``, ``"file"`` (stuck in the file system), ``"mismatch"``
     (other collectives), ``"root"``, ``"communicator"``, ``"tag"``, ``"ended"`` (a missing collective), ``"send"`` and
-    ``"receive"`` (without the other), ``"computes"``, ``"cycle"``, ``"request"``, or ``"arrived"`` (all are there).
+    ``"receive"`` (without the other), ``"computes"``, ``"outside"`` (for processes of another job), ``"cycle"``,
+    ``"request"``, or ``"arrived"`` (all are there).
     """
     by_rank = {int(answer["rank"]): answer for answer in answers}
     waits = _waits(by_rank, ranks)
@@ -74,7 +82,7 @@ def diagnose(answers: Sequence[Mapping[str, Any]], absent: Mapping[int, str], ra
     awaited = {rank: _awaited(wait, waits) for rank, wait in waits.items()}
     causes = sorted(set().union(*awaited.values()) - waits.keys())
     if not waits:
-        lost = [Finding((rank,), "absent", state) for rank, state in sorted(absent.items())]
+        lost = [Finding((rank,), "absent", f"is lost: {state}") for rank, state in sorted(absent.items())]
         return found + lost + [_in_file(by_rank[rank]) for rank in by_rank if by_rank[rank]["file"]]
     found += [Finding((rank,), "absent", f"is waited for: {absent[rank]}") for rank in causes if rank in absent]
     found += [_in_file(by_rank[rank]) for rank in causes if rank in by_rank and by_rank[rank]["file"]]
@@ -87,6 +95,7 @@ def diagnose(answers: Sequence[Mapping[str, Any]], absent: Mapping[int, str], ra
     found += _ended(left, waits, awaited)
     found += _unmatched(waits)
     found += [_running(by_rank[rank]) for rank in running]
+    found += [_outside(wait) for rank, wait in waits.items() if OUTSIDE in awaited[rank]]
     if not found:
         found += _circle(waits, awaited)
     if not found:
@@ -111,6 +120,8 @@ def _waits(by_rank: Mapping[int, Mapping[str, Any]], ranks: int) -> dict[int, Wa
 
         if kind == "Win":
             is_collective = name in COLLECTIVE_ON_WIN
+        elif kind == AXIS:
+            is_collective = name not in SENDS | RECEIVES
         else:
             is_collective = kind == "File" or name in COLLECTIVES | {"init", "init_thread", "finalize"}
         found[rank] = Wait(
@@ -125,6 +136,7 @@ def _waits(by_rank: Mapping[int, Mapping[str, Any]], ranks: int) -> dict[int, Wa
             call.get("tag"),
             call.get("recvtag") if name in PAIRS else call.get("tag"),
             is_collective,
+            call.get("number", ""),
             _place(answer),
         )
     return found
@@ -155,7 +167,14 @@ def _in_file(answer: Mapping[str, Any]) -> Finding:
 
 def _running(answer: Mapping[str, Any]) -> Finding:
     how = f"is in one call for {answer['seconds']:.0f} s" if answer["seconds"] >= _LEAST_S else "computes"
-    return Finding((answer["rank"],), "computes", f"is waited for, and {how} at {_place(answer)}")
+    step = f" in step {answer['step']}" if answer.get("step") else ""
+    last = f"; its last call was {answer['recent'][-1]}" if answer.get("recent") else ""
+    return Finding((answer["rank"],), "computes", f"is waited for, and {how} at {_place(answer)}{step}{last}")
+
+
+def _outside(wait: Wait) -> Finding:
+    text = f"waits in {wait.what} at {wait.place} for processes of another job, as Spawn makes them: ask those, too"
+    return Finding((wait.rank,), "outside", text)
 
 
 def _may_have_left(waits: Mapping[int, Wait]) -> bool:
@@ -166,24 +185,25 @@ def _mismatches(waits: Mapping[int, Wait]) -> list[Finding]:
     """Members of one communicator that wait in different collectives of it, or with different roots."""
     collectives = [wait for wait in waits.values() if wait.is_collective]
     found = []
-    for members in {wait.pair[2] for wait in collectives}:
-        here = [wait for wait in collectives if wait.pair[2] == members]
-        calls: dict[Any, list[Wait]] = defaultdict(list)
+    for members in {wait.pair[1] for wait in collectives}:
+        here = [wait for wait in collectives if wait.pair[1] == members]
+        calls: dict[tuple[str, int | None, str], list[Wait]] = defaultdict(list)
         for wait in here:
-            calls[wait.op, wait.root].append(wait)
+            calls[wait.same].append(wait)
         if len(calls) < 2:
             continue
         by_size = sorted(calls.values(), key=lambda each: (-len(each), each[0].rank))
-        ops = [op for op, _ in calls]
-        same_op = len(set(ops)) == 1
+        ops = [op for op, *_ in calls]
+        same_op = len({(op, number) for op, _, number in calls}) == 1
         odd = [wait.rank for each in by_size[1:] for wait in each]
+        roots = {root for _, root, _ in calls} - {None}
         parts = [
             f"{_ranks(w.rank for w in each)} {_is(each)} in {each[0].what}"
-            f"{f' with root {each[0].root}' * (ops.count(each[0].op) > 1)} at {each[0].place}"
+            f"{f' with root {each[0].root}' * bool(roots and ops.count(each[0].op) > 1)} at {each[0].place}"
             for each in by_size
         ]
         rule = "must give the same root" if same_op else "must make the same collectives in one order"
-        rule += ", and give the same root" * (not same_op and len(set(ops)) < len(ops))
+        rule += ", and give the same root" * (not same_op and len(roots) > 1 and len(set(ops)) < len(ops))
         text = f"not with the others: {', '.join(parts)}; all ranks of a communicator {rule}"
         found.append(Finding(tuple(sorted(odd)), "root" if same_op else "mismatch", f"{_is(odd)} {text}"))
     return found or _other_communicators(collectives)
@@ -193,7 +213,7 @@ def _other_communicators(collectives: Sequence[Wait]) -> list[Finding]:
     """Ranks that make the same collective on communicators of other members, or on ones that overlap in a circle."""
     found = []
     for one, other in itertools.combinations(collectives, 2):
-        missed = one.pair[2] != other.pair[2] and other.rank in one.members and one.rank in other.members
+        missed = one.pair[1] != other.pair[1] and other.rank in one.members and one.rank in other.members
         if missed and one.op == other.op:
             odd = one if len(one.members) < len(other.members) else other
             both = (f"rank {w.rank} in {w.what} ({len(w.members)} ranks) at {w.place}" for w in (one, other))
@@ -321,9 +341,10 @@ def report(answers: Sequence[Mapping[str, Any]], absent: Mapping[int, str], rank
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for answer in sorted(answers, key=lambda each: int(each["rank"])):
         groups[_head(answer), _place(answer)].append(answer)
+    hosts = {answer["rank"]: answer["host"] for answer in answers}
     lines = []
     for members in sorted(groups.values(), key=lambda each: -len(each))[:_MOST]:
-        lines += _group(members)
+        lines += _group(members, hosts)
     if len(groups) > _MOST:
         lines.append(f"... and {len(groups) - _MOST} more groups")
     by_state: dict[str, list[int]] = defaultdict(list)
@@ -331,9 +352,9 @@ def report(answers: Sequence[Mapping[str, Any]], absent: Mapping[int, str], rank
         by_state[state].append(rank)
     lines += [f"{_ranks(each)}: {state}" for state, each in list(by_state.items())[:_MOST]]
     causes = diagnose(answers, absent, ranks)
-    lines += [f"likely cause: {_ranks(each.ranks)} {each.text}" for each in causes[:3]]
+    lines += [f"likely cause: {_ranks(each.ranks)}{_on(each.ranks, hosts)} {each.text}" for each in causes[:3]]
     if not causes:
-        lines.append("no rank waits for long in a call of MPI: the program goes on, computes, or has ended")
+        lines.append("no rank has waited for long: the program goes on, computes, or has ended")
     return lines
 
 
@@ -350,16 +371,18 @@ def _head(answer: Mapping[str, Any]) -> str:
     size = f" ({call['size']} ranks)" if "size" in call else ""
     on = f" of {call['on']}{size}" if call["on"] else ""
     root = f", root {call['root']}" if call.get("root") is not None else ""
-    return f"in {call['op']}{on}{root}"
+    number, buffer = f" {call['number']}" if call.get("number") else "", call.get("buffer")
+    return f"in {call['op']}{number}{on}{root}{f', {buffer}' if buffer else ''}"
 
 
-def _group(members: Sequence[Mapping[str, Any]]) -> list[str]:
+def _group(members: Sequence[Mapping[str, Any]], hosts: Mapping[int, str]) -> list[str]:
     first = members[0]
     longest = max(answer["seconds"] for answer in members)
     since = f" for {longest:.0f} s" if longest >= _LEAST_S else ""
     peers = [_peers(answer["call"]) for answer in members if answer["call"]]
     several = len(set(peers)) > 1
-    line = f"{_ranks(a['rank'] for a in members)}: {_head(first)}{since}{'' if several or not peers else peers[0]}"
+    ranks = [answer["rank"] for answer in members]
+    line = f"{_ranks(ranks)}{_on(ranks, hosts)}: {_head(first)}{since}{'' if several or not peers else peers[0]}"
     if several:
         line += "".join(f"; rank {a['rank']}{peer}" for a, peer in list(zip(members, peers, strict=False))[:_MOST])
     stack = _users(first["stack"])
@@ -393,6 +416,13 @@ def _ranks(ranks: Iterable[int]) -> str:
     runs = [list(run) for _, run in itertools.groupby(enumerate(every), lambda pair: pair[1] - pair[0])]
     parts = [f"{run[0][1]}-{run[-1][1]}" if len(run) > 2 else ", ".join(str(rank) for _, rank in run) for run in runs]
     return f"rank{'s' if len(every) > 1 else ''} {', '.join(parts)}"
+
+
+def _on(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
+    """The hosts of ranks, such as `` on n1, n2``; empty if the job has one host, or these ranks all of several."""
+    here, everywhere = ({hosts[rank] for rank in some if rank in hosts} for some in (ranks, hosts))
+    shown = sorted(here)[:_MOST]
+    return f" on {', '.join(shown)}{', ...' * (len(here) > _MOST)}" if here and here != everywhere else ""
 
 
 def _verb(some: Sequence[Any], verb: str) -> str:

@@ -1,7 +1,8 @@
-"""The folder of a watched job: who asks its ranks where they are, and what their files say.
+"""The folder of a job: who asks its ranks where they are, and what their files say.
 
-Rank 0 writes ``watch.json`` at the start.  Each rank has two files in ``processes/``: ``HOST-PID.where.json``, its last
-answer, and ``HOST-PID.stack``, which is empty unless it is in a call that keeps Python's lock.
+Each watched job has a folder of its own in the one that the user names, with ``watch.json``, which rank 0 writes at the
+start.  Each rank has two files in ``processes/``: ``HOST-PID.where.json``, its last answer, and ``HOST-PID.stack``,
+which is empty unless it is in a call that keeps Python's lock.  The record of a run of mpishard has such answers, too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import linecache
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from mpishard.watch.sampler import (
     END,
     ENDED,
     FAILED,
-    FROZEN_S,
     PROCESSES,
     REQUEST,
     RUNS,
@@ -37,8 +37,10 @@ from mpishard.watch.sampler import (
 FOLDER = Path("mpishard-watch")
 START = "watch.json"
 _POLL_S = 0.1
-# Ranks of one job start within so many seconds; older files are of another job.
+# Ranks of one job start within so many seconds; older files are of another job, where a launcher gives jobs no names.
 _SKEW_S = 30.0
+# faulthandler writes it first, with the time after which it wrote.
+_AFTER = re.compile(r"Timeout \((\d+):(\d+):([\d.]+)\)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 # The fields of an answer, with their types.
@@ -71,8 +73,19 @@ def begin(folder: Path, ranks: int, command: Sequence[str]) -> None:
     write_note(folder / START, {"time": round(time.time(), 3), "ranks": ranks, "command": list(command)})
 
 
+def jobs(folder: Path) -> list[Path]:
+    """The folders of the jobs in a folder, the newest first; or that folder, if it is the one of a job itself.
+
+    Raises ValueError if there is none.
+    """
+    starts = [folder / START] if (folder / START).exists() else list(folder.glob(f"*/{START}"))
+    if not starts:
+        raise ValueError(f"{folder} has no {START}, nor has a folder in it; give what the job named when it began")
+    return [start.parent for start in sorted(starts, key=time_of, reverse=True)]
+
+
 def read_folder(folder: Path) -> Asked:
-    """The last answers of the ranks of the last job in this folder.
+    """The last answers of the ranks of a job.
 
     Ranks of a job that has ended count as absent if they had not answered when all were asked for the last time.
     """
@@ -81,21 +94,29 @@ def read_folder(folder: Path) -> Asked:
 
 
 def ask(folder: Path, limit: float) -> Asked:
-    """Ask all ranks where they are, and wait up to `limit` seconds; with 0, read their last answers.
+    """Ask the ranks of a job where they are, and wait up to `limit` seconds; with 0, read their last answers.
 
     Raises OSError if the folder cannot be written.
     """
-    asked = read_folder(folder)
-    if limit == 0 or asked.is_over:
-        return asked
+    return ask_all(folder, limit, read_folder(folder), lambda since: _collect(folder, since))
+
+
+def ask_all(folder: Path, limit: float, before: Asked, collect: Callable[[float], Asked]) -> Asked:
+    """Ask all through a folder, and wait up to `limit` seconds for what `collect(since)` then reads.
+
+    `before` is what they said last; it is returned if none answers, as that of a job that is over.
+    """
+    if limit == 0 or before.is_over:
+        return before
     write_note(folder / REQUEST, None)
     since, deadline = time_of(folder / REQUEST), time.monotonic() + limit
+    now = before
     while time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        now = _collect(folder, since)
+        now = collect(since)
         if len(now.answers) == now.ranks:
             break
-    return now if now.answers else replace(asked, is_over=True)
+    return now if now.answers else replace(before, is_over=True)
 
 
 def end_job(folder: Path, asked: Asked) -> None:
@@ -115,32 +136,48 @@ def _collect(folder: Path, since: float) -> Asked:
     if not _has(start, {"time": int | float, "ranks": int}):
         raise ValueError(f"{folder / START} is missing or damaged; give the folder that the job named when it began")
     latest: dict[int, tuple[dict[str, Any], float]] = {}
-    for path in sorted((folder / PROCESSES).glob(f"*{WHERE}")):
-        with contextlib.suppress(OSError, ValueError):  # a damaged answer is none
-            answer, written = read_note(path), time_of(path)
-            if not _is_answer(answer) or answer["began"] < start["time"] - _SKEW_S:
-                continue
-            stack = path.with_name(path.name.removesuffix(WHERE) + STACK)
-            if answer["state"] in (RUNS, WAITS) and (frozen := _frozen(answer, stack, since)) is not None:
-                answer, written = frozen, max(written, since)
-            known = latest.get(answer["rank"])
-            if known is None or known[0]["began"] < answer["began"]:
-                latest[answer["rank"]] = answer, written
-    ranks = max([start["ranks"], *(answer["ranks"] for answer, _ in latest.values())])
-    gone = {rank: _gone(answer) for rank, (answer, _) in latest.items()}
-    is_over = (bool(gone) and all(gone.values())) or (folder / END).exists()
-    answers, absent = [], {}
-    for rank in range(ranks):
-        if rank not in latest:
-            absent[rank] = "has no file here: it has not come to the start of the program"
+    for answer, written in read_answers((folder / PROCESSES).glob(f"*{WHERE}")):
+        if answer["began"] < start["time"] - _SKEW_S:
             continue
-        answer, written = latest[rank]
+        if answer["state"] in (RUNS, WAITS):
+            with contextlib.suppress(FileNotFoundError):
+                if (frozen := _frozen(answer, folder / PROCESSES, since)) is not None:
+                    answer, written = frozen, max(written, since)
+        known = latest.get(answer["rank"])
+        if known is None or known[0]["began"] < answer["began"]:
+            latest[answer["rank"]] = answer, written
+    asked = sort_out(latest, since, (folder / END).exists())
+    ranks = max([start["ranks"], *(answer["ranks"] for answer, _ in latest.values())])
+    unseen = dict.fromkeys(range(ranks), "has no file here: it has not come to the start of the program")
+    absent = asked.absent | {rank: text for rank, text in unseen.items() if rank not in latest}
+    return replace(asked, absent=absent, ranks=ranks)
+
+
+def read_answers(paths: Iterable[Path]) -> list[tuple[dict[str, Any], float]]:
+    """The answers in some files, and when each was written; a damaged one is none."""
+    found = []
+    for path in sorted(paths):
+        with contextlib.suppress(OSError, ValueError):
+            if _is_answer(answer := read_note(path)):
+                found.append((answer, time_of(path)))
+    return found
+
+
+def sort_out(latest: Mapping[int, tuple[dict[str, Any], float]], since: float, is_over: bool = False) -> Asked:
+    """By rank its last answer, and when that was written: which are newer than a question, and why the others are not.
+
+    The answer of a rank that has ended counts whenever it was written.
+    """
+    gone = {rank: _gone(answer) for rank, (answer, _) in latest.items()}
+    is_over = is_over or (bool(gone) and all(gone.values()))
+    answers, absent = [], {}
+    for rank, (answer, written) in sorted(latest.items()):
         if answer["state"] in (ENDED, FAILED) or (written >= since and (is_over or not gone[rank])):
             answers.append(answer)
         else:
             blocked = f"process {answer['process']} on {answer['host']} did not answer: it is stopped, blocked or lost"
             absent[rank] = blocked if is_over or not gone[rank] else gone[rank]
-    return Asked(answers, absent, ranks, since, is_over)
+    return Asked(answers, absent, len(latest), since, is_over)
 
 
 def _gone(answer: Mapping[str, Any]) -> str:
@@ -149,17 +186,17 @@ def _gone(answer: Mapping[str, Any]) -> str:
     return f"process {answer['process']} on {answer['host']} {state}" if state else ""
 
 
-def _frozen(answer: Mapping[str, Any], path: Path, asked: float) -> dict[str, Any] | None:
+def _frozen(answer: Mapping[str, Any], folder: Path, asked: float) -> dict[str, Any] | None:
     """The answer of a rank that has only written its stack; None if it has not.  `asked`: of one that is gone, when."""
-    try:
-        text, written = read(path, links=False).decode(errors="replace"), time_of(path)
-    except FileNotFoundError:
-        return None
+    path = folder / f"{answer['host']}-{answer['process']}{STACK}"
+    text, written = read(path, links=False).decode(errors="replace"), time_of(path)
     if not text:
         return None
     at = max(asked, written) if _gone(answer) else time.time()
+    match = _AFTER.match(text)
+    after = sum(float(part) * unit for part, unit in zip(match.groups(), (3600, 60, 1), strict=True)) if match else 0.0
     stack = frames_of(text, answer.get("thread"))
-    return {**answer, **stands(stack), "time": at, "seconds": round(at - written + FROZEN_S, 1)}
+    return {**answer, **stands(stack), "time": at, "seconds": round(at - written + after, 1), "is_frozen": True}
 
 
 def frames_of(text: str, thread: int | None) -> list[dict[str, Any]]:
@@ -190,6 +227,8 @@ def stands(stack: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _is_answer(found: Any) -> bool:
     if not _has(found, _ANSWER) or not all(_has(each, _FRAME_FIELDS) for each in found["stack"]):
+        return False
+    if not isinstance(found.get("recent", []), list):  # of a run of mpishard
         return False
     call = found["call"]
     if call is None:

@@ -5,6 +5,7 @@ It runs outside of the ranks, as all of these may be in calls that keep Python's
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 from mpishard.launch.job_notes import Failure, JobNotes
 from mpishard.watch.diagnosis import report
 from mpishard.watch.folder import ask, end_job, read_folder
-from mpishard.watch.sampler import WAITS
+from mpishard.watch.sampler import RUNS, WAITS
 
 GUARD = "--guard"
 # It reads the files of all ranks every twentieth of the time limit, and at most so often.
@@ -37,11 +38,14 @@ def start_guard(folder: Path, limit: float) -> None:
 
 def guard(folder: Path, limit: float) -> int:
     """Watch the waits of all ranks until rank 0 ends, or end the job; returns an exit code."""
-    parent, every = os.getppid(), max(_LOOK_S, _SHARE * limit)
+    parent, every = os.getppid(), max(min(_LOOK_S, limit / 2), _SHARE * limit)
     while not select.select([sys.stdin], [], [], every)[0] and os.getppid() == parent:
-        if _longest_wait(folder) <= limit:
+        try:
+            if _longest_wait(folder) <= limit:
+                continue
+            asked = ask(folder, _ANSWER_S)
+        except (OSError, ValueError):  # a full disk: the ranks end the job themselves
             continue
-        asked = ask(folder, _ANSWER_S)
         waits = [float(answer["seconds"]) for answer in asked.answers if answer["state"] == WAITS]
         if max(waits, default=0.0) <= limit:
             continue
@@ -51,9 +55,12 @@ def guard(folder: Path, limit: float) -> int:
         time.sleep(0.2)  # launchers drop output that is still in the pipe when the job is aborted
         if (notes := JobNotes.from_environment()) is not None:
             notes.note_failure(Failure("TimeoutError", text.splitlines()[-1], "a call of MPI", 0))
-        end_job(folder, asked)
+        with contextlib.suppress(OSError):
+            end_job(folder, asked)
         # The ranks abort the job, unless all are in calls that keep Python's lock.
-        if not select.select([sys.stdin], [], [], _ABORT_S)[0] and os.getppid() == parent:
+        can_abort = any(each["state"] in (RUNS, WAITS) and "is_frozen" not in each for each in asked.answers)
+        wait = _ABORT_S if can_abort else 0.0
+        if not select.select([sys.stdin], [], [], wait)[0] and os.getppid() == parent:
             os.kill(parent, signal.SIGKILL)
         return 1
     return 0

@@ -1,4 +1,7 @@
-"""The thread of a watched rank that says where its main thread is, and the file that says so where it cannot."""
+"""The thread of a process that says where its main thread is, and the file that says so where it cannot.
+
+`Sampler` is what a watched program and a run of mpishard have in common; `Watcher` is that of a watched program.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import ctypes
 import faulthandler
 import linecache
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -22,10 +26,16 @@ from mpishard.watch.calls import call_in, loaded_mpi
 REQUEST, END, PROCESSES, WHERE, STACK = "why", "end.json", "processes", ".where.json", ".stack"
 RUNS, WAITS, ENDED, FAILED = "runs", "waits", "ended", "failed"
 # How often the thread looks; it is also how precisely it knows how long the main thread has been in a call.
-_LOOK_S = 1.0
-_LONG_S = 15.0
+LOOK_S = 1.0
+LONG_S = 15.0
 # If the thread cannot look for this many seconds, the stack is written without it.
-FROZEN_S = 5.0
+_FROZEN_S = 5.0
+# With a time limit of fewer seconds so long after it: MPI_Init keeps Python's lock, and is no hang.
+_INIT_S = 2.0
+# With a time limit of fewer seconds it looks more often: so often within the limit.
+_LOOKS = 4
+# A rank that has waited so much longer than the limit ends the job itself: its guard, or the disk, does not work.
+_LATE, _LATE_S = 0.1, 15.0
 # Between the ranks, of which the first that can ends the job: Open MPI's launcher may not end after several aborts.
 _TURN_S, _TURNS = 0.5, 5
 _DEEP = 20
@@ -44,29 +54,106 @@ _FILE_CALLS = {
 
 
 class Sampler(threading.Thread):
-    """Answers, in a file of the folder, where the main thread of this rank is.
+    """Answers, in a file of the folder, where the main thread of this process is.
 
-    It answers when it is asked, which is a new file ``why`` in the folder, and asks all ranks when this one has waited
-    for long in a call of MPI.  A call that keeps Python's lock stops it, as MPI_Init and the first collective of
-    pickled objects do; then the stack is written into a file of its own.
+    It answers when it is asked, which is a new file ``why`` in the folder.  It asks all processes itself when this one
+    has waited for `patience` seconds in a call, and after each further such time: so the late one is known even after
+    the end of the job.
+    """
+
+    def __init__(self, folder: Path, patience: float = LONG_S, every: float = LOOK_S) -> None:
+        super().__init__(name="mpishard-where", daemon=True)
+        self.folder, self.process = folder, os.getpid()
+        name = f"{os.uname().nodename}-{self.process}"
+        self.path = folder / PROCESSES / f"{name}{WHERE}"
+        self.stack_path = folder / PROCESSES / f"{name}{STACK}"
+        self.over = threading.Event()
+        self._request = folder / REQUEST
+        self._patience, self._every = patience, every
+        self._began = time.time()
+        self._asked = time_of(self._request)
+
+    def place(self) -> dict[str, Any]:
+        """`rank`, `ranks`, and what else is to be in an answer."""
+        raise NotImplementedError
+
+    def waited(self) -> float:
+        """Seconds for which the main thread may have waited; 0 if it has not."""
+        raise NotImplementedError
+
+    def call(self, frame: FrameType | None) -> dict[str, Any] | None:
+        """The call that the main thread is in, as `mpishard.watch.calls` describes it; `frame` is its innermost one."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        self.over.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self.over.is_set():
+            # A shared disk may fail for a while, and a program may have what nobody has thought of.
+            with contextlib.suppress(Exception):
+                self.look()
+            self.over.wait(self._every)
+
+    def look(self) -> None:
+        """Ask all after a long wait, and answer if asked."""
+        asked = time_of(self._request)
+        if min(self.waited(), time.time() - asked) > self._patience and self.waits():
+            write_note(self._request, None)
+            asked = time_of(self._request)
+        if asked > self._asked:
+            self._asked = asked
+            self.write(self.answer())
+
+    def waits(self) -> bool:
+        """Return True if the main thread is in a call that waits for other ranks."""
+        with main_frame() as frame:
+            return self.call(frame) is not None
+
+    def answer(self, state: str = "") -> dict[str, Any]:
+        """Where this process is, as plain values; with a `state` that is given, only this and who it is."""
+        seconds, call, stack = 0.0, None, []
+        if not state:
+            seconds = self.waited()
+            with main_frame() as frame:
+                call, stack = self.call(frame), _stack(frame)
+        return {
+            "time": round(time.time(), 3),
+            "began": round(self._began, 3),
+            "host": os.uname().nodename,
+            "process": self.process,
+            "thread": threading.main_thread().ident,
+            "state": state or (WAITS if call is not None and seconds else RUNS),
+            "seconds": round(seconds, 1),
+            "call": call,
+            "stack": stack,
+            "file": _file_call() if call is None and seconds else "",
+            **self.place(),
+        }
+
+    def write(self, answer: dict[str, Any]) -> None:
+        """Write an answer, unless the disk fails."""
+        with contextlib.suppress(OSError):
+            write_note(self.path, answer)
+
+
+class Watcher(Sampler):
+    """The thread of a program that knows nothing of it: it sees how long the main thread has run no code of Python.
+
+    A call that keeps Python's lock stops it, as MPI_Init and the first collective of pickled objects do; then the stack
+    is written into a file of its own.  After `limit` seconds in a call of MPI the guard ends the job.
     """
 
     def __init__(self, folder: Path, launch: Launch, notes: JobNotes | None, limit: float | None) -> None:
-        super().__init__(name="mpishard-watch", daemon=True)
-        self.launch, self.process = launch, os.getpid()
-        name = f"{os.uname().nodename}-{self.process}"
+        times = (LONG_S, LOOK_S) if limit is None else (min(LONG_S, limit / 2), min(LOOK_S, limit / _LOOKS))
+        super().__init__(folder, *times)
+        self.launch, self._limit = launch, limit
         self._notes = notes if launch.rank == 0 else None  # until it is noted that the program has started MPI
         self._job = notes
-        # After a wait of this many seconds, and after each further one, this rank asks all where they are.
-        self._patience = _LONG_S if limit is None else min(_LONG_S, limit / 2)
-        self._request = folder / REQUEST
-        self._end = None if limit is None else folder / END
-        self._path = folder / PROCESSES / f"{name}{WHERE}"
-        self._stack_path = self._path.with_name(f"{name}{STACK}")
+        self._end = folder / END
         self._stack = -1
-        self._began = time.time()
-        self._asked = time_of(self._request)
-        self._over = threading.Event()
+        self._frozen_s = _FROZEN_S if limit is None else min(_FROZEN_S, limit + _INIT_S)
         self._moved = time.monotonic()  # when the main thread last ran code of Python
         self._is_pending = self._is_stuck = False
         # Python's main thread calls it as soon as it is in no call of C.
@@ -75,102 +162,80 @@ class Sampler(threading.Thread):
 
     def watch(self) -> None:
         """Begin; in the main thread, before the program."""
-        self._stack = open_to_append(self._stack_path)
+        self._stack = open_to_append(self.stack_path)
         os.ftruncate(self._stack, 0)
         self._leave_timer_to_program()
-        self._write(self._answer(RUNS))
+        self.write(self.answer(RUNS))
         self.start()
 
-    def end(self, code: int | None, error: str = "") -> None:
+    def end_with(self, code: int | None, error: str = "") -> None:
         """Note the end of the program, after which the process may still wait in MPI_Finalize."""
-        self._over.set()
-        self.join()
+        self.end()
         if self._has_timer:
             faulthandler.cancel_dump_traceback_later()
         os.ftruncate(self._stack, 0)
-        self._write(self._answer(FAILED if error else ENDED) | {"code": code, "error": error})
+        self.write(self.answer(FAILED if error else ENDED) | {"code": code, "error": error})
 
-    def run(self) -> None:
-        while not self._over.is_set():
-            if self._has_timer:
-                faulthandler.dump_traceback_later(FROZEN_S, file=self._stack)
-            self._is_stuck = self._is_pending  # the main thread has run no code of Python since the last look
-            if not self._is_pending:
-                self._is_pending = True
-                ctypes.pythonapi.Py_AddPendingCall(self._note_move, None)
-            # A shared disk may fail for a while, and a program may have what nobody has thought of.
-            with contextlib.suppress(Exception):
-                self._look()
-            self._over.wait(_LOOK_S)
+    def place(self) -> dict[str, Any]:
+        mpi = running_mpi()
+        if mpi is not None:  # a launcher of another MPI has made worlds of one rank
+            return {"rank": mpi.COMM_WORLD.rank, "ranks": mpi.COMM_WORLD.size}
+        return {"rank": self.launch.rank, "ranks": self.launch.ranks}
 
-    def _look(self) -> None:
+    def waited(self) -> float:
+        return time.monotonic() - self._moved if self._is_stuck else 0.0
+
+    def call(self, frame: FrameType | None) -> dict[str, Any] | None:
+        return None if frame is None else call_in(frame)
+
+    def look(self) -> None:
+        if self._has_timer:
+            faulthandler.dump_traceback_later(self._frozen_s, file=self._stack)
+        self._is_stuck = self._is_pending  # the main thread has run no code of Python since the last look
+        if not self._is_pending:
+            self._is_pending = True
+            ctypes.pythonapi.Py_AddPendingCall(self._note_move, None)
         if os.fstat(self._stack).st_size:  # it was written while the main thread kept the lock
             os.ftruncate(self._stack, 0)
+        if self._limit is not None:  # before anything that a full disk refuses
+            if self._end.exists():
+                self._end_job()
+            elif self.waited() > (1 + _LATE) * self._limit + _LATE_S and self.waits():
+                self._end_without_guard(self._limit)
         if self._notes is not None and running_mpi() is not None:
             self._notes.note_started()
             self._notes = None
-        if self._end is not None and self._end.exists():
-            self._end_job()
-        asked = time_of(self._request)
-        if min(self._seconds(), time.time() - asked) > self._patience and self._call() is not None:
-            write_note(self._request, None)
-            asked = time_of(self._request)
-        if asked <= self._asked:
-            return
-        self._asked = asked
-        self._write(self._answer())
+        super().look()
 
     def _end_job(self) -> None:
         """Abort the job, as its guard asks after its time limit; where only the main thread may, the guard kills."""
         if self._job is not None:
-            self._job.note_aborted()
+            with contextlib.suppress(OSError):
+                self._job.note_aborted()
         mpi = running_mpi()
         if mpi is not None and mpi.Query_thread() == mpi.THREAD_MULTIPLE:
             time.sleep(_TURN_S * min(self.launch.rank, _TURNS))
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPICH prints from this process that MPI_Abort was called
             mpi.COMM_WORLD.Abort(1)
 
+    def _end_without_guard(self, limit: float) -> None:
+        """End the job after the time limit, and say of this rank alone where it is: the others cannot be asked."""
+        answer = self.answer()
+        frame = next((each for each in answer["stack"] if each["own"]), {"file": "?", "line": 0, "text": ""})
+        print(
+            f"mpishard: rank {answer['rank']} has waited longer than {limit:g} s (--timeout) in {answer['call']['op']} "
+            f"at {frame['file']}:{frame['line']}  {frame['text']}\n"
+            f"mpishard: the other ranks cannot be asked, as {self.folder} cannot be used; the job ends",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._end_job()
+        os._exit(1)
+
     def _moves(self, _: object) -> int:
         self._moved = time.monotonic()
         self._is_pending = False
         return 0
-
-    def _seconds(self) -> float:
-        """Seconds for which the main thread has run no code of Python."""
-        return time.monotonic() - self._moved if self._is_stuck else 0.0
-
-    def _call(self) -> dict[str, Any] | None:
-        with main_frame() as frame:
-            return None if frame is None else call_in(frame)
-
-    def _answer(self, state: str = "") -> dict[str, Any]:
-        seconds = self._seconds()
-        rank, ranks = self.launch.rank, self.launch.ranks
-        mpi = None if state else running_mpi()
-        if mpi is not None:  # a launcher of another MPI has made worlds of one rank
-            rank, ranks = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
-        call, stack = None, []
-        with main_frame() as frame:
-            if frame is not None and not state:
-                stack, call = _stack(frame), call_in(frame)
-        return {
-            "time": round(time.time(), 3),
-            "began": round(self._began, 3),
-            "rank": rank,
-            "ranks": ranks,
-            "host": os.uname().nodename,
-            "process": self.process,
-            "thread": threading.main_thread().ident,
-            "state": state or (WAITS if call is not None and seconds else RUNS),
-            "seconds": round(seconds, 1),
-            "call": call,
-            "stack": stack,
-            "file": _file_call() if not state and call is None and seconds else "",
-        }
-
-    def _write(self, answer: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):
-            write_note(self._path, answer)
 
     def _leave_timer_to_program(self) -> None:
         """Python has one timer for stacks: as soon as the program wants it, it is the program's."""
@@ -196,13 +261,18 @@ def is_runner(file: str) -> bool:
 
 
 def _stack(frame: FrameType | None) -> list[dict[str, Any]]:
-    """The frames of the program from the innermost outwards, each with its line; `own`: it is no library's."""
+    """The innermost frames of the program, outwards, each with its line; `own`: it is no library's.
+
+    Where these are all of libraries, as in a collective of mpishard, the innermost own ones follow.
+    """
     found: list[dict[str, Any]] = []
-    while frame is not None and len(found) < _DEEP:
+    owns = 0
+    while frame is not None and owns < _DEEP:
         code, line = frame.f_code, frame.f_lineno
-        if not is_runner(code.co_filename):
+        own = not code.co_filename.startswith(NOT_USERS)
+        if not is_runner(code.co_filename) and (own or len(found) < _DEEP):
             text = linecache.getline(code.co_filename, line or 0, frame.f_globals).strip()
-            own = not code.co_filename.startswith(NOT_USERS)
+            owns += own
             found.append({"file": code.co_filename, "line": line, "name": code.co_name, "text": text, "own": own})
         frame = frame.f_back
     return found

@@ -75,14 +75,14 @@ def own_segments() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def own_sessions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_sessions(environ: Callable[..., None]) -> Iterator[None]:
     """A folder for what Open MPI's launcher and daemons leave behind if a test kills them.
 
     They name it by their process number, and a later one of the same number fails: "The PMIx server's listener thread
     failed to start", with code 213.
     """
     with tempfile.TemporaryDirectory(prefix="mpishard-jobs-", ignore_cleanup_errors=True) as folder:
-        monkeypatch.setenv(SESSIONS, folder)
+        environ(**{SESSIONS: folder})
         yield
 
 

@@ -298,6 +298,12 @@ class Module:
         q, r = (compute(self.ndarray, lambda host, part=part: np.linalg.qr(host)[part], matrix) for part in range(2))
         return q, r
 
+    def asarray(self, values: Any, dtype: Any = None) -> Any:
+        """An array of the device is returned as it is."""
+        if isinstance(values, self.ndarray) and dtype in (None, values.dtype):
+            return values
+        return compute(self.ndarray, np.asarray, values, dtype)
+
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(np, name)
         if isinstance(attribute, type) or not callable(attribute):
@@ -317,6 +323,7 @@ class StandIn(Backend):
     """What `mpishard.backend.array` needs to work on `kind`."""
 
     device = True
+    pools_memory = True
     compiles_cuda = cuda_on_host.COMPILER is not None
     has_cublas = True
 

@@ -1,4 +1,4 @@
-"""Architectures of transformers, small and with random weights, which tensor ranks can divide, and their steps."""
+"""Architectures of transformers, small and with random weights, for tensor and pipeline ranks, and their steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ NO_DROPOUT_OF_BERT = dict.fromkeys(("hidden_dropout_prob", "attention_probs_drop
 class Architecture:
     """A class of transformers, options of its configuration, and what it takes; without a plan it has its own.
 
-    `refused` is a part of the message with which tensor ranks refuse it.
+    `refused` is a part of the message with which tensor ranks refuse it, `refused_stages` that of a pipeline; `stages`
+    are where this cuts it.
     """
 
     options: dict[str, Any]
@@ -32,13 +33,17 @@ class Architecture:
     config: str = ""
     inputs: str = "words"
     refused: str = ""
+    stages: Any = None
+    refused_stages: str = ""
     parts: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)  # other configurations in this one
 
-    def made(self, transformers: Any, name: str) -> Any:
-        """The model, in float64."""
+    def made(self, transformers: Any, name: str, in_stages: bool = False) -> Any:
+        """The model, in float64; `in_stages` with experts whose shapes do not follow from values."""
+        is_fixed = in_stages and "experts_implementation" in self.options
+        own = self.options | (dict(experts_implementation="batched_mm") if is_fixed else {})
         given = {key: getattr(transformers, config)(**options) for key, (config, options) in self.parts.items()}
         tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
-        config = getattr(transformers, self.config or f"{name}Config")(**tokens | self.options | given)
+        config = getattr(transformers, self.config or f"{name}Config")(**tokens | own | given)
         return fresh(kind=lambda: getattr(transformers, f"{name}{self.kind}")(config))
 
 
@@ -80,6 +85,11 @@ ARCHITECTURES = {
         dict(**SIZES, **GROUPED | {"num_key_value_heads": 2}, **EXPERTS, num_experts=4, moe_intermediate_size=5)
         | dict(tie_word_embeddings=True)
     ),
+    # Its experts are transposed, and get tokens that are weighted already.
+    "Llama4": Architecture(
+        dict(**SIZES, **GROUPED, intermediate_size_mlp=7, num_local_experts=3, attention_chunk_size=8),
+        config="Llama4TextConfig",
+    ),
     # Its attention is whole on each rank.
     "DeepseekV3": Architecture(
         dict(**SIZES, **EXPERTS, num_attention_heads=6, num_key_value_heads=6, q_lora_rank=8, kv_lora_rank=8)
@@ -107,6 +117,7 @@ ARCHITECTURES = {
         | dict(word_embed_proj_dim=12, max_position_embeddings=16, dropout=0.0),
         _attention("model.decoder.layers.*.self_attn", "out_proj")
         | _perceptron("model.decoder.layers.*.fc1", "model.decoder.layers.*.fc2"),
+        stages=dict.fromkeys(("model.decoder.layers", "model.decoder.final_layer_norm")),
     ),
     "StableLm": Architecture(
         dict(**SIZES, **HEADS, rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
@@ -140,6 +151,7 @@ ARCHITECTURES = {
         },
         kind="ForConditionalGeneration",
         inputs="pairs",
+        stages=["decoder"],
     ),
     "Whisper": Architecture(
         dict(vocab_size=WORDS, d_model=12, encoder_layers=1, decoder_layers=2, num_mel_bins=4, dropout=0.0)
@@ -152,6 +164,7 @@ ARCHITECTURES = {
         },
         kind="ForConditionalGeneration",
         inputs="sound",
+        stages=["model.decoder"],
     ),
     "ViT": Architecture(
         dict(image_size=8, patch_size=4, num_channels=1, hidden_size=24, intermediate_size=10, num_hidden_layers=2)
@@ -166,6 +179,8 @@ ARCHITECTURES = {
         | _perceptron("*_model.encoder.layers.*.mlp.fc1", "*_model.encoder.layers.*.mlp.fc2"),
         kind="Model",
         inputs="captions",
+        stages=dict.fromkeys(("vision_model", "visual_projection", "text_model", "text_projection")),
+        refused_stages="the loss depends on layers of earlier stages",  # by the projections of images
         parts={
             "text_config": ("CLIPTextConfig", dict(**SIZES, num_attention_heads=3, eos_token_id=0)),
             "vision_config": (
@@ -181,28 +196,39 @@ def _numbers(step: int, *shape: int) -> Any:
     return torch.from_numpy(np.random.default_rng([7, step]).standard_normal((BATCH, *shape)))
 
 
-def loss_of(module: Any, inputs: str, step: int, rank: int = 0, ranks: int = 1) -> Any:
-    """The mean loss of this rank's samples of a batch."""
+def batch_of(inputs: str, step: int, rank: int = 0, ranks: int = 1) -> tuple[dict[str, Any], Any]:
+    """This rank's samples of a batch: what the module takes, and the words that it is to name."""
     words = words_of(step)
     given = {"words": {"input_ids": words[:, :-1]}, "images": {"pixel_values": _numbers(step, 1, 8, 8)}}
     given["pairs"] = {"input_ids": words, "decoder_input_ids": words[:, :-1]}
     given["sound"] = {"input_features": _numbers(step, 4, 12), "decoder_input_ids": words[:, :-1]}
     given["captions"] = given["images"] | {"input_ids": words}
-    found = module(**{key: values[rank::ranks] for key, values in given[inputs].items()})
-    if inputs == "captions":
-        return found.logits_per_text.diagonal().square().mean()
-    targets = words[rank::ranks, 1:] if inputs != "images" else words[rank::ranks, 0]
+    targets = words[:, 1:] if inputs != "images" else words[:, 0]
     assert inputs == "images" or targets.shape[1] == LENGTH
+    return {key: values[rank::ranks] for key, values in given[inputs].items()}, targets[rank::ranks]
+
+
+def loss_of(module: Any, given: dict[str, Any], targets: Any) -> Any:
+    """The mean loss of some samples."""
+    found = module(**given)
+    if hasattr(found, "logits_per_text"):
+        return found.logits_per_text.diagonal().square().mean()
     return torch.nn.functional.cross_entropy(found.logits.flatten(0, -2), targets.flatten())
 
 
-def take_steps(module: Any, optimizer: Any, inputs: str, steps: int, axis: Any = None) -> list[float]:
-    """The losses of steps of all samples, of which a rank of the data axis has its part."""
+def take_steps(
+    module: Any, optimizer: Any, inputs: str, steps: int, axis: Any = None, in_stages: bool = False
+) -> list[float]:
+    """The losses of steps of all samples, of which a data rank has its part; `in_stages`: those of a pipeline."""
     losses = []
     for step in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(module, inputs, step, *((axis.rank, axis.size) if axis is not None else ()))
-        loss.backward()
+        batch = batch_of(inputs, step, *((axis.rank, axis.size) if axis is not None else ()))
+        if in_stages:
+            losses.append(optimizer.loss_and_gradient(loss_of, *batch))
+        else:
+            optimizer.zero_grad()
+            loss = loss_of(module, *batch)
+            loss.backward()
+            losses.append(loss.item())
         optimizer.step()
-        losses.append(loss.item())
     return losses

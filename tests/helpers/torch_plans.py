@@ -72,6 +72,11 @@ def fresh(seed=0, kind=Transformer, **options):
     return kind(**options).double()
 
 
+def tensor_size(comm):
+    """Two tensor ranks where they divide the ranks, else all."""
+    return 2 if comm.size % 2 == 0 else comm.size
+
+
 def words_of(step, rank=0, ranks=1):
     words = torch.from_numpy(np.random.default_rng(step).integers(0, WORDS, (BATCH, LENGTH + 1)))
     return words[rank::ranks]

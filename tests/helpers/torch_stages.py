@@ -6,6 +6,7 @@ import torch
 from torch_plans import RULE, WORDS, fresh, loss_of, words_of
 
 import mpishard
+from mpishard.torch.cut_module import CutModule
 from mpishard.torch.live_groups import groups_of
 from mpishard.torch.micro_batches import PipelinedPasses, PipelineSettings
 from mpishard.torch.module import ModuleTensors, state_of
@@ -94,12 +95,13 @@ def take_micro_steps(module, optimizer, steps, axis=None, clip=None):
     return losses
 
 
-def virtual_stages(module, mesh, count, stages=None, schedule="interleaved"):
+def virtual_stages(module, mesh, count, stages=None, schedule="interleaved", plan=None):
     """An optimizer of a module that one rank runs as several stages, as a pipeline of as many would."""
     tensors = ModuleTensors.of(module)
+    cuts = CutModule.of(module, plan, mesh, tensors.trained, tensors.frozen, checks_pass=True)
     layers = layers_of(module, stages, count)
-    staged = StagedModule(module, mesh, layers, tensors.trained, tensors.frozen)
-    state = state_of(module, tensors, "broadcast", stages=staged)
+    staged = StagedModule(module, mesh, layers, tensors.trained, tensors.frozen, cuts)
+    state = state_of(module, tensors, "broadcast", cuts=cuts, stages=staged)
     optimizer = mpishard.DDPOptimizer(RULE, mesh)
     optimizer.bind(state.parameters)
     order = PipelineSettings.of(schedule, count, MICRO, 1)

@@ -15,6 +15,7 @@ from variants import full
 
 import mpishard
 from mpishard import ElasticOptimizer, ShardingConfiguration, minimize
+from mpishard.backend import process
 from mpishard.record import Run
 from mpishard.record.reading import read_lines
 from mpishard.training import audit
@@ -113,6 +114,13 @@ def trained(mesh, make_problem, kind, share, strategy=mpishard.DDPOptimizer, **m
     return bits(found), gathered
 
 
+def noted(mesh, folder):
+    """The one line of the record about what the audit has found."""
+    mesh.world.comm.barrier()
+    (line,) = read_lines(folder / "run" / "audits.jsonl")[0]
+    return line
+
+
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("strategy", [mpishard.DDPOptimizer, mpishard.ZeRO1Optimizer])
 @pytest.mark.parametrize(
@@ -143,11 +151,18 @@ def test_the_odd_one_is_put_out_and_its_part_taken_from_others(mesh, make_proble
 
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("share", [0.1, *full(0.5)])
-def test_a_rank_that_is_always_wrong_is_seen_in_time(mesh, share):
+def test_a_rank_that_is_always_wrong_is_seen_in_time_and_noted(mesh, share, folder):
+    host, pid = mesh.world.allgather_object((platform.node(), os.getpid()))[WRONG]
     _, most = audit.expected_steps(share, 8, mesh.size)
-    _, workers = trained(mesh, of_array, "always", share)
+    with mpishard.RunRecord(folder / "run", mesh) as record:
+        _, workers = trained(mesh, of_array, "always", share, record=record)
+        line = noted(mesh, folder)
     seen = len(workers[WRONG]) + 1  # the step that it did not finish
     assert LATER <= seen < LATER + most
+    assert (line["step"], line["start"], line["outcome"]) == (seen, 1, "put out")
+    assert line["wrong"] == [{"rank": WRONG, "host": host, "pid": pid}]
+    assert 0 <= line["micro_batch"] < 8
+    assert 0 <= line["last_right"] < seen
 
 
 @pytest.mark.parametrize("share", [0.2, 1.0])
@@ -160,24 +175,28 @@ def test_right_ranks_raise_no_alarm(mesh, make_problem, share, capfd):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_two_ranks_stop_and_name_the_part(comm):
+def test_two_ranks_stop_and_name_the_part(comm, folder):
     part = comm.Split(comm.rank < 2, comm.rank)
     if comm.rank < 2:
-        with (
-            mpishard.Mesh(part) as mesh,
-            pytest.raises(RuntimeError, match=f"micro-batch .* of step {LATER} ") as found,
-        ):
-            trained(mesh, of_array, "always", 1.0)
+        with mpishard.Mesh(part) as mesh, mpishard.RunRecord(folder / "run", mesh) as record:
+            with pytest.raises(RuntimeError, match=f"micro-batch .* of step {LATER} ") as found:
+                trained(mesh, of_array, "always", 1.0, record=record)
+            line = noted(mesh, folder)
         assert "rank 0 on" in str(found.value)
         assert "rank 1 on" in str(found.value)
+        assert (line["step"], line["outcome"], line["wrong"]) == (LATER, "stopped", [])
+        assert [each["rank"] for each in line["differ"]] in ([0, 1], [1, 0])
     part.Free()
 
 
 @pytest.mark.mpi(min_size=3)
-def test_too_few_are_left(mesh):
+def test_too_few_are_left(mesh, folder):
     optimizer = ElasticOptimizer(inner(mpishard.DDPOptimizer, mesh), min_workers=mesh.size, audit=1)
+    record = mpishard.RunRecord(folder / "run", mesh)
     with pytest.raises(RuntimeError, match=f"step {LATER} .*rank {WRONG} on"):
-        optimizer.optimize(of_array(Faults("always", mesh, optimizer)), progress=False)
+        optimizer.optimize(of_array(Faults("always", mesh, optimizer)), progress=False, record=record)
+    line = noted(mesh, folder)
+    assert ([each["rank"] for each in line["wrong"]], line["outcome"]) == ([WRONG], "stopped")
 
 
 @pytest.mark.mpi(min_size=3)
@@ -196,7 +215,7 @@ def test_a_random_function_is_no_case(mesh):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", ["parameters", "optimizer/exp_avg"])
-def test_a_bit_that_flips_in_memory_is_mended(mesh, kind, capfd):
+def test_a_bit_that_flips_in_memory_is_mended(mesh, kind, capfd, folder):
     """After step 10, where all ranks compare what they hold; of two ranks nobody knows which one is right."""
     made = problem(**{**OPTIONS, "steps": 12})
     optimizer = ElasticOptimizer(inner(mpishard.DDPOptimizer, mesh), audit="replicas")
@@ -206,11 +225,17 @@ def test_a_bit_that_flips_in_memory_is_mended(mesh, kind, capfd):
             (array,) = [each.array for each in optimizer.optimizer.state.capture().shards if each.kind == kind]
             array[3:4].view(np.uint64)[...] ^= np.uint64(1 << 40)
 
+    record = mpishard.RunRecord(folder / "run", mesh)
     if mesh.size == 2:
         with pytest.raises(RuntimeError, match=f"{kind} on each of rank 0 on .*rank 1 on"):
-            optimizer.optimize(made, callback=flip, progress=False)
+            optimizer.optimize(made, callback=flip, progress=False, record=record)
+        line = noted(mesh, folder)
+        assert ([each["rank"] for each in line["differ"]], line["outcome"]) == ([0, 1], "stopped")
         pytest.skip("the rest needs three ranks")
-    found = bits(optimizer.optimize(made, callback=flip, progress=False))
+    found = bits(optimizer.optimize(made, callback=flip, progress=False, record=record))
+    line = noted(mesh, folder)
+    assert (line["step"], line["kind"], line["last_right"], line["outcome"]) == (10, kind, 0, "mended")
+    assert [each["rank"] for each in line["wrong"]] == [WRONG]
     with mpishard.Mesh(MPI.COMM_SELF) as one:
         assert found == bits(inner(mpishard.DDPOptimizer, one).optimize(made, progress=False))
     told = [line for line in capfd.readouterr().err.splitlines() if f"other {kind} on rank {WRONG} on" in line]
@@ -256,25 +281,15 @@ def test_samples_of_a_minimisation(mesh, method, same_on_all):
 
 
 def test_the_record_says_what_is_seen_when(mesh, folder):
-    with mpishard.RunRecord(folder / "run", mesh) as record:
-        trained(mesh, of_array, None, 0.25, record=record)
-    mean, most = audit.expected_steps(0.25, 8, mesh.size)
+    for share in (0.25, "replicas"):
+        with mpishard.RunRecord(folder / "run", mesh) as record:
+            trained(mesh, of_array, None, share, record=record)
     if mesh.rank == 0:
-        noted = Run.read(folder / "run").starts[-1]["audit"]
-        assert noted == {"share": 0.25, "mean_steps": round(mean, 2), "most_steps": most}
-
-
-@pytest.mark.mpi(min_size=3)
-def test_the_record_names_the_odd_rank(mesh, folder):
-    processes = mesh.world.allgather_object((platform.node(), os.getpid()))
-    with mpishard.RunRecord(folder / "run", mesh) as record:
-        trained(mesh, of_array, "always", 1.0, record=record)
-        mesh.world.comm.barrier()
-        (line,) = read_lines(folder / "run" / "audits.jsonl")[0]
-    host, process = processes[WRONG]
-    assert (line["step"], line["start"]) == (LATER, 1)
-    assert line["wrong"] == [{"rank": WRONG, "host": host, "pid": process}]
-    assert 0 <= line["micro_batch"] < 8
+        mean, most = audit.expected_steps(0.25, 8, mesh.size)
+        first, second = {"share": 0.25}, {"every": 10}
+        for facts, steps in ((first, (round(mean, 2), most)), (second, (5.5, 10))):
+            facts |= dict(zip(("mean_steps", "most_steps"), steps if mesh.size > 1 else (None, None), strict=True))
+        assert [start["audit"] for start in Run.read(folder / "run").starts] == [first, second]
 
 
 def test_what_cannot_be_audited_is_refused(mesh):
@@ -294,7 +309,8 @@ def test_what_cannot_be_audited_is_refused(mesh):
         ElasticOptimizer(sharded, audit="replicas").optimize(of_model(), progress=False)
     with pytest.raises(ValueError, match="samples=N"):
         minimize(lambda x: (x @ x, 2 * x), np.ones(3), mesh=mesh, elastic={"audit": 0.1})
-    for share, error in ((0, ValueError), (1.5, ValueError), ("other", TypeError), (True, TypeError)):
+    wrong = (0, ValueError), (1.5, ValueError), (5e-324, ValueError), ("other", TypeError), (True, TypeError)
+    for share, error in wrong:
         with pytest.raises(error, match="audit="):
             ElasticOptimizer(adam, mesh, audit=share)
     with pytest.raises(ValueError, match="audit= .*layouts="):
@@ -302,10 +318,12 @@ def test_what_cannot_be_audited_is_refused(mesh):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_processors_of_two_kinds_are_refused(mesh, monkeypatch):
-    kind = "a" if mesh.rank else "b"
-    monkeypatch.setattr("mpishard.data_parallel.settings.arithmetic", lambda: {"BLAS kernels": kind})
-    configuration = ShardingConfiguration(mesh, reproducible=True, allow_different_bits=True)
-    optimizer = ElasticOptimizer(mpishard.DDPOptimizer(mpishard.AdamW(lr=0.01), configuration), audit=0.1)
-    with pytest.raises(ValueError, match="BLAS kernels"):
+@pytest.mark.parametrize(("share", "allowed"), [(0.1, {"allow_different_bits": True}), ("replicas", {})])
+def test_processors_of_two_kinds_are_refused(mesh, monkeypatch, share, allowed):
+    """Also where a run without an audit would begin: its bits may differ, or no reproducible ones are asked for."""
+    facts = process._of_processor() | {"processor of compiled kernels": "znver4" if mesh.rank else "icelake-server"}
+    monkeypatch.setattr(process, "_of_processor", lambda: facts)
+    configuration = ShardingConfiguration(mesh, reproducible=bool(allowed), **allowed)
+    optimizer = ElasticOptimizer(mpishard.DDPOptimizer(mpishard.AdamW(lr=0.01), configuration), audit=share)
+    with pytest.raises(ValueError, match="audit compares.*processor.*icelake-server.*znver4.*audit="):
         optimizer.optimize(of_array(), progress=False)

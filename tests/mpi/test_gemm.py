@@ -103,7 +103,7 @@ def test_a_variable_that_differs_is_an_error_on_all_ranks(mesh, comm):
 def test_a_reproducible_run_records_the_libraries(optimizer):
     choice.activate(Choice.parse("float32.plain=mkl"))
     optimizer.step(np.ones(3), np.ones(3))
-    facts = optimizer.state.numerics.own
+    facts = optimizer.settings.numerics.own
     assert facts["products"] == "float32.plain=mkl" and facts["libraries for products"] == "mkl 2026.2"
 
 
@@ -112,7 +112,7 @@ def test_a_rank_that_joins_a_reproducible_run_without_its_library_is_refused(mes
     optimizer.step(np.ones(3), np.ones(3))
     joined = comm.rank == comm.size - 1
     agree_on_gemm_libraries(mesh.world, NOTHING if joined else OFFER, "")
-    numerics = optimizer.state.numerics
+    numerics = optimizer.settings.numerics
     if joined:
         numerics.note_products()
     with pytest.raises(ValueError, match=r"products is .*mkl on ranks? 0.*numpy on rank"):
@@ -162,11 +162,11 @@ def test_a_reproducible_run_keeps_its_libraries_whatever_a_later_mesh_has(mesh, 
     ours = str(choice.active())
     assert agreed(mesh, comm, NOTHING) == "numpy" != ours
     optimizer.step(parameters, np.ones(3))
-    assert str(choice.active()) == ours == optimizer.state.numerics.own["products"]
+    assert str(choice.active()) == ours == optimizer.settings.numerics.own["products"]
 
 
 def test_a_run_that_resumes_where_other_libraries_multiply_is_told(optimizer):
     optimizer.step(np.ones(3), np.ones(3))
-    saved = {"sharding.json": {"reproducible": True}, ARITHMETIC: optimizer.state.numerics.own | {"products": "numpy"}}
+    theirs = optimizer.settings.numerics.own | {"products": "numpy"}
     with pytest.raises(ValueError, match=f"numpy there and {FASTER} here; set {VARIABLE}=numpy"):
-        optimizer.state.numerics.check(saved, optimizer.config)
+        optimizer.settings.check({"sharding.json": {"reproducible": True}, ARITHMETIC: theirs})

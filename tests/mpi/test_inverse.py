@@ -13,7 +13,8 @@ from steps import STRATEGIES
 import mpishard
 from mpishard import SGD, Mesh, ShardingConfiguration, SmoothedTotalVariation, Tikhonov
 from mpishard.data_parallel.method_state import ShardedSpace
-from mpishard.minimizers.history import Gram
+from mpishard.data_parallel.strategies import Strategy
+from mpishard.minimizers.gram import Gram
 from mpishard.minimizers.space import LocalSpace
 
 # Gradients that are spread over ranks in any way are checked as on one rank, and a wrong one fails on all ranks.
@@ -344,7 +345,7 @@ def vectors():
 
 def space_of(mesh, strategy):
     config, parameters = ShardingConfiguration(mesh), model(mesh)
-    return ShardedSpace(strategy(SGD(), config).strategy_class.fitting(parameters)(config, parameters))
+    return ShardedSpace(Strategy(strategy(SGD(), config).sharding.fitting(parameters), config, parameters))
 
 
 def everything(space, rows, masks):

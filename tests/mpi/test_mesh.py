@@ -83,7 +83,7 @@ def test_sizes_that_differ_or_are_bad_on_one_rank_are_an_error_on_all(comm):
 def test_versions_that_differ_between_ranks_are_an_error_on_all(comm, monkeypatch):
     odd = comm.rank == 1
     with monkeypatch.context() as other:
-        other.setattr("mpishard.comm.mesh.VERSION", "0.0.7" if odd else "0.0.8")
+        other.setattr("mpishard.comm.mesh_checks.VERSION", "0.0.7" if odd else "0.0.8")
         other.setattr("platform.node", lambda: "second" if odd else "first")
         with pytest.raises(ValueError, match="version of mpishard") as found:
             mpishard.Mesh(comm)

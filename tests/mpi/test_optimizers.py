@@ -33,9 +33,9 @@ from mpishard import (
     nn,
     save_checkpoint,
 )
+from mpishard.comm import collectives
 from mpishard.compression import Int8Compressor
 from mpishard.data.sampling import Sampler, share
-from mpishard.data_parallel import summation
 from mpishard.layout.tensors import ParameterSpec
 from mpishard.optim.loss_scale import LossScale
 from mpishard.parameters.flat import FlatParameters
@@ -131,7 +131,7 @@ def test_overlap_bucket_sizes_and_ways_of_sums_do_not_change_the_bits(mesh, stra
     library, results = MPI.get_vendor()[0], []
     for overlap, least in ((True, 2**62), (False, 2**62), (True, 0)):  # sums by the library, and by exchanges of pieces
         exchange(range(least, 2**62))
-        monkeypatch.setitem(summation.IN_PARTS_FROM, library, least)
+        monkeypatch.setitem(collectives.IN_PARTS_FROM, library, least)
         for group in (1, 16, 1000):
             options = {"overlap_communication": overlap, "minimum_parameter_group_size": group}
             config = ShardingConfiguration(mesh, max_gradient_norm=1.0, **options)

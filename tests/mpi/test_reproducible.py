@@ -124,7 +124,7 @@ def test_buckets_and_overlap_do_not_matter(mesh, strategy):
 @pytest.mark.parametrize("how", ["bound", "bound by the first step", "a flat gradient"])
 def test_tied_weights_in_a_loop_of_ones_own(mesh, strategy, model, how, monkeypatch):
     """To rounding the steps without reproducible sums; what nobody has written is NaN."""
-    if how == "a flat gradient" and strategy.strategy_class.shards_parameters:
+    if how == "a flat gradient" and strategy.sharding.shards_parameters:
         pytest.skip("there is no flat gradient of parameters that are gathered on demand")
     monkeypatch.setattr(arrays, "_POISONS", True)
     sizes = {"vocabulary_size": 23, "context_length": 8, "width": 16, "layers": 2, "heads": 2}

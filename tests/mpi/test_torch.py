@@ -20,9 +20,9 @@ from mpishard import (
     ZeRO2Optimizer,
     ZeRO3Optimizer,
 )
+from mpishard.comm import collectives
 from mpishard.comm.capabilities import probe
 from mpishard.data.sampling import Sampler
-from mpishard.data_parallel import summation
 
 torch = pytest.importorskip("torch")
 import torch_zoo  # noqa: E402
@@ -133,7 +133,7 @@ def test_gradients_that_are_summed_in_parts(mesh, monkeypatch, zero):
     """As large ones are under Open MPI: the gradients and the parameters are those of a sum at once."""
     runs = []
     for least in (2**62, 0):
-        monkeypatch.setattr(summation, "IN_PARTS_FROM", {probe().library: least})
+        monkeypatch.setattr(collectives, "IN_PARTS_FROM", {probe().library: least})
         module, x, y = make("transformer")
         optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=zero)
         for step in range(2):
@@ -676,8 +676,8 @@ def test_a_module_stays_divided_between_two_problems(mesh, alone):
 
 
 def test_what_divides_a_problem_is_checked(mesh):
-    for arguments in ({"mesh": mesh}, {"shard_units": "auto"}, {"materialize": print}):
-        with pytest.raises(ValueError, match="mesh and shard_units"):
+    for arguments in ({"plan": {}}, {"shard_units": "auto"}, {"mesh": mesh, "materialize": print}):
+        with pytest.raises(ValueError, match="give mesh with them, and shard_units"):
             problem(smooth(), **arguments)
     with pytest.raises(TypeError, match="mesh=3"):
         problem(smooth(), mesh=3, shard_units="auto")

@@ -492,3 +492,28 @@ def test_workers_are_refused(comm, tensor_mesh):
         mpishard.torch.as_distributed(fresh(), mesh, RULE, plan=PLAN).close()
         with pytest.raises(ValueError, match="nothing"):
             mpishard.torch.as_distributed(fresh(), mesh, RULE, plan={"nothing": "colwise"})
+
+
+@needs_ranks
+def test_inputs_that_are_packed_in_one_layer(tensor_mesh):
+    """Its input are the parts of two layers, one behind the other."""
+
+    class Pair(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens = torch.nn.Embedding(WORDS, WIDTH)
+            self.one, self.other = torch.nn.Linear(WIDTH, 5), torch.nn.Linear(WIDTH, 5)
+            self.both = torch.nn.Linear(10, WORDS)
+
+        def forward(self, words):
+            x = self.tokens(words)
+            return self.both(torch.cat([torch.tanh(self.one(x)), torch.relu(self.other(x))], -1))
+
+    mesh, whole, module = tensor_mesh, fresh(kind=Pair), fresh(kind=Pair)
+    plan = {"one": "colwise", "other": "colwise", "both": "packed_rowwise"}
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, plan=plan)
+    losses = take_steps(module, optimizer, range(3), mesh.data)
+    means = mesh.data.all_reduce(np.array(losses)) / mesh.data.size
+    np.testing.assert_allclose(means, take_steps(whole, adamw(whole), range(3)), rtol=0, atol=1e-12)
+    optimizer.close()
+    assert_same_parameters(module, whole)

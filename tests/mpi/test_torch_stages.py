@@ -15,7 +15,7 @@ from mpishard import Mesh, ShardingConfiguration
 torch = pytest.importorskip("torch")
 from torch_models import assert_same_parameters  # noqa: E402
 from torch_plans import PLAN, RULE, adamw, fresh, loss_of, take_steps, words_of  # noqa: E402
-from torch_stages import KINDS, made, sequential, take_micro_steps  # noqa: E402
+from torch_stages import KINDS, made, sequential, take_micro_steps, virtual_stages  # noqa: E402
 
 
 def pipeline_of(comm):
@@ -113,6 +113,77 @@ def test_steps_of_an_optimizer_of_pytorch(pipeline_mesh):
     losses = take_micro_steps(module, optimizer, range(3), pipeline_mesh.data)
     means = pipeline_mesh.data.all_reduce(np.array(losses)) / pipeline_mesh.data.size
     np.testing.assert_allclose(means, expected, rtol=0, atol=1e-12)
+    optimizer.close()
+    assert_same_parameters(module, whole, atol=1e-12)
+
+
+def test_stages_of_layers_that_tensor_ranks_divide(comm):
+    """All of them on each rank; heads, features and words do not divide, tied ones are in the first and last stage."""
+    if comm.size > 3:
+        pytest.skip("three heads; test_torch_cut_stages.py has stages on several ranks")
+    with Mesh(comm, tensor=comm.size, debug=True) as mesh:
+        whole, module = fresh(), fresh(seed=mesh.rank)  # those of rank 0 count
+        expected = take_steps(whole, adamw(whole), range(3))
+        optimizer = virtual_stages(module, mesh, 2, plan=PLAN)
+        np.testing.assert_allclose(take_micro_steps(module, optimizer, range(3)), expected, rtol=0, atol=1e-12)
+        with mpishard.torch.summon_full_parameters(module):
+            assert module.state_dict()["layers.1.up.weight"].shape == (7, 6)
+        optimizer.close()
+        assert_same_parameters(module, whole, atol=1e-12)
+        torch.testing.assert_close(module(words_of(3)[:, :-1]), whole(words_of(3)[:, :-1]), rtol=0, atol=1e-12)
+
+
+# Errors on one stage.
+
+
+def fails_in(where, module, mesh):
+    """A function whose loss fails at the last stage, or a gradient of the first stage, once it `begins`."""
+    left = []  # micro-batches until it fails, on data rank 0
+
+    def count():
+        if left and not left.pop():
+            raise ValueError(f"nothing comes of the {where}")
+
+    def function(module, words):
+        loss = loss_of(module, words)
+        if where == "loss":
+            count()
+        return loss
+
+    if where == "gradient" and mesh.pipeline.rank == 0:
+        module.encoder.weight.register_hook(lambda gradient: count())
+
+    def begins():
+        if mesh.data.rank == 0:
+            left[:] = [False, True]
+
+    return function, begins
+
+
+@needs_ranks
+@pytest.mark.parametrize(
+    ("where", "zero"),
+    [("loss", 0), ("gradient", 0), *(pytest.param(each, 2, marks=pytest.mark.full) for each in ("loss", "gradient"))],
+)
+def test_an_error_on_one_stage_is_raised_on_all_and_training_goes_on(pipeline_mesh, where, zero):
+    """In the second of three micro-batches, on one data rank; the gradients of the step are dropped."""
+    mesh, whole, module = pipeline_mesh, made("streams"), made("streams")
+    function, begins = fails_in(where, module, mesh)
+    optimizer = distributed(module, mesh, zero=zero)
+    ends = mesh.data.rank, mesh.data.size
+    optimizer.loss(function, words_of(0, *ends))
+    for step in range(3):
+        if step == 1:
+            begins()
+            with pytest.raises(ValueError, match=f"nothing comes of the {where}"):
+                optimizer.loss_and_gradient(function, words_of(step, *ends))
+            if where == "loss":
+                begins()
+                with pytest.raises(ValueError, match="nothing comes of the loss"):
+                    optimizer.loss(function, words_of(step, *ends))
+        optimizer.loss_and_gradient(function, words_of(step, *ends))
+        optimizer.step()
+    take_steps(whole, adamw(whole), range(3))
     optimizer.close()
     assert_same_parameters(module, whole, atol=1e-12)
 
@@ -237,9 +308,6 @@ def test_what_does_not_go_together_is_refused_on_all_ranks(pipeline_mesh, option
 
 @needs_ranks
 def test_meshes_and_settings_that_do_not_go_with_stages(comm, pipeline_mesh):
-    if comm.size == 4:
-        with Mesh(comm, pipeline=2, tensor=2) as mesh, pytest.raises(ValueError, match="tensor=1 or pipeline=1"):
-            distributed(fresh(), mesh, plan=PLAN)
     for config, message in (
         (ShardingConfiguration(pipeline_mesh, reproducible=True), "reproducible"),
         (ShardingConfiguration(pipeline_mesh, sync_every=2), "sync_every"),

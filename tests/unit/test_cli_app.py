@@ -114,9 +114,12 @@ assert mpi is None or not mpi.Is_initialized(), sys.argv
 def test_commands_that_need_no_mpi_do_not_start_it(tmp_path):
     """Open MPI leaves files behind where it was started without its mpirun."""
     write(Arrays(), tmp_path / "step", 2, generation=1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "starts.jsonl").write_text("{}\n")
     typed = [
         *(f"{name} --help" for name in _COMMANDS),
         "estimate --ranks 4 --parameters 1e9",
+        "info run",
         "inspect step",
         "verify step",
         "diff step step",

@@ -462,7 +462,7 @@ class TestTop:
         assert f"ended: {ending}\n" in text and "silent" not in text
         assert shown("why", run) == f"the run has ended: {ending}\n"
         found = json.loads(shown("why", run, "--json"))
-        assert found == {"fresh": False, "ending": ending, "findings": [], "answers": []}
+        assert found == {"fresh": False, "ending": ending, "findings": [], "answers": [], "absent": {}}
 
     def test_a_run_whose_processes_are_gone(self, tmp_path, shown):
         starts = [{"time": 0, "problem": {"steps": 9}}]
@@ -480,7 +480,8 @@ class TestTop:
         assert "ended: rank 2 (n2-7) has died, none of" in said and f"checkpoints in {tmp_path}/none there is" in said
 
 
-ANSWER = {"time": 0, "rank": 0, "step": 9, "call": None, "recent": [], "stack": []}
+ANSWER = dict.fromkeys(("time", "began", "seconds", "rank", "process", "step"), 0) | {"ranks": 1, "state": "runs"}
+ANSWER |= {"host": "host", "file": "", "call": None, "stack": []}
 
 
 @pytest.mark.parametrize(
@@ -490,18 +491,83 @@ ANSWER = {"time": 0, "rank": 0, "step": 9, "call": None, "recent": [], "stack": 
         "7",
         "[" * 100_000,
         '{"rank": 0}',
-        *(json.dumps(ANSWER | wrong) for wrong in ({"call": {"seconds": 9}}, {"recent": [1]}, {"stack": [{}]})),
+        *(json.dumps(ANSWER | wrong) for wrong in ({"call": {"seconds": 9}}, {"step": "x"}, {"stack": [{}]})),
     ],
 )
 def test_a_damaged_answer_is_none(text, tmp_path, shown):
     line = process_line(0, 1, [0.5], time=time.time()) | {"ranks": 1}
     run = write(tmp_path / "run", [{"step": 1}], [[line]])
     (run / "processes" / "host-0.where.json").write_text(text)
-    assert "rank 0 does not answer: process 0 on host gave no answer" in shown("why", "--wait", 0, run)
+    assert "rank 0: process 0 on host did not answer" in shown("why", "--wait", 0, run)
+
+
+class TestAudits:
+    """What `mpishard info` and `top` show of the audits of a run."""
+
+    FIRST, SECOND = ({"rank": rank, "host": "n2", "pid": 7 + rank} for rank in (0, 1))
+    OUT = {"wrong": [SECOND], "differ": [], "last_right": 12, "outcome": "put out"}
+    LINES = (
+        {"step": 16, "start": 1, "micro_batch": 5, **OUT},
+        {"step": 20, "start": 1, "kind": "parameters", **OUT, "last_right": 10, "outcome": "mended"},
+        {"step": 21, "start": 1, "micro_batch": 0, "wrong": [], "differ": [FIRST, SECOND], "outcome": "stopped"},
+        {"step": 22, "start": 1, "kind": "parameters"},  # of another program
+        {"step": 23, "wrong": [{"rank": 1}], "kind": ""},
+    )
+    TEXTS = (
+        "step 16: rank 1 on n2 (pid 8) computed micro-batch 5 wrongly; right after step 12; it works no more",
+        "step 20: rank 1 on n2 (pid 8) held wrong parameters; right after step 10; it took those of the others",
+        "step 21: rank 0 on n2 (pid 7) and rank 1 on n2 (pid 8) computed micro-batch 0 differently, and no majority "
+        "says which is right; the run has ended",
+    )
+
+    @pytest.fixture
+    def run(self, tmp_path, environ):
+        environ(COLUMNS="300")
+        metrics = [{"step": step, "start": 1, "time": 0, "seconds": 0.5} for step in range(1, 24)]
+        start = {"started": "today", "host": "n1", "command": ["python", "a b.py"], "mesh": {"data": 3}, "problem": {}}
+        audit = {"share": 0.05, "mean_steps": 3.42, "most_steps": 10}
+        run = write(tmp_path / "run", metrics, starts=[start | {"audit": audit}])
+        write_lines(run / "audits.jsonl", *self.LINES)
+        return run
+
+    def test_what_info_shows_of_a_run(self, run, shown):
+        lines = [line.split("  ") for line in shown("info", run).splitlines()]
+        text = {words[0]: words[-1].strip() for words in lines if words[0]}
+        assert text["run"] == "step 23"
+        assert text["started"] == "today on n1: python 'a b.py'"
+        assert text["audit"].startswith("5 % of the micro-batches are computed twice; ")
+        assert text["audit"].endswith("in step 3.42 on average, 10 at the latest, in 5.00 s with 500 ms a step")
+        assert [words[-1].strip() for words in lines[-3:]] == list(self.TEXTS)
+        found = json.loads(shown("info", run, "--json"))
+        assert (found["last_step"], found["audit"]["share"], len(found["audit_findings"])) == (23, 0.05, 3)
+
+    @pytest.mark.parametrize(
+        ("audit", "text"),
+        [
+            ({"every": 10, "mean_steps": 5.5, "most_steps": 10}, "compared every 10 steps; .* after 5.5 steps on av"),
+            ({"share": 1.0, "mean_steps": 1.0, "most_steps": 1}, "all micro-batches are computed twice"),
+            ({"share": 0.1, "mean_steps": None, "most_steps": None}, "there is one worker"),
+            (None, "none"),
+            ("replicas", "none"),
+            ({"share": "much"}, "none"),
+        ],
+    )
+    def test_what_an_audit_promises(self, audit, text, run, shown):
+        (run / "audits.jsonl").unlink()
+        write_lines(run / "starts.jsonl", {"audit": audit})
+        output = shown("info", run)
+        assert re.search(f"^audit +.*{text}", output, re.MULTILINE)
+        assert ("found" in output) == (text != "none")
+
+    def test_top_shows_what_was_found_since_the_last_start(self, run, shown):
+        assert all(f"audit: {text}\n" in shown("top", "--once", run) for text in self.TEXTS)
+        assert len(json.loads(shown("top", "--json", run))["audit_findings"]) == 3
+        write_lines(run / "starts.jsonl", {}, {})
+        assert "audit:" not in shown("top", "--once", run)
 
 
 class TestWrongPlaces:
-    @pytest.mark.parametrize("command", ["plot", "top", "why", "trace"])
+    @pytest.mark.parametrize("command", ["plot", "top", "why", "trace", "info"])
     def test_are_told_with_the_right_one(self, command, tmp_path, shown):
         run = write(tmp_path / "run")
         (tmp_path / "file").write_text("")
@@ -529,7 +595,7 @@ class TestWrongPlaces:
             *(("processes/host-0", wrong) for wrong in ({"phases": {"a": "x"}}, {"step": "x"}, {"step": 2**70})),
             ("processes/host-0", {"time": "x"}),
             *(("starts", {"problem": value}) for value in ([], {"steps": "x"}, {"batch_size": "x"})),
-            *(("starts", wrong) for wrong in ({"time": "x"}, {"every": "x"})),
+            *(("starts", wrong) for wrong in ({"time": "x"}, {"every": "x"}, {"command": 3, "mesh": []})),
             ("logged", {"a": {}}),
             *(("processes/host-0.trace", {"spans": value}) for value in (None, [], [["a"]], [["a", [], 5, 1]])),
             *(("processes/host-0.trace", {"spans": [["a", "b", "x", 0]], "rank": value}) for value in (0, [])),
@@ -544,7 +610,7 @@ class TestWrongPlaces:
         lines = path.read_text().splitlines() if path.exists() else ['{"step": 1}']
         with path.open("a") as file:
             file.write(json.dumps(json.loads(lines[-1]) | wrong) + "\n")
-        for command in (["top", "--once"], ["plot", "--json"], ["why", "--wait", 0], ["trace"]):
+        for command in (["top", "--once"], ["plot", "--json"], ["why", "--wait", 0], ["trace"], ["info"]):
             shown(*command, run)
 
     def test_steps_that_no_memory_holds(self, tmp_path, shown):

@@ -86,14 +86,15 @@ import numpy as np
 from mpishard import AdamW, nn
 from mpishard.backend import exact, jit
 from mpishard.nn import kernels
+from mpishard.nn.kernel_groups import arguments_of
 
 rule, flat = AdamW(), np.ones(4, np.float32)
-rule.kernel.expect(flat.dtype)
+rule.kernel.expect(flat)
 exact.expect_norms(flat, squares=True)
 model = nn.GPT(vocabulary_size=9, context_length=8, width=8, layers=1, heads=2)
 model.loss_and_gradient(np.ones((2, 8), int), np.ones((2, 8), int))
 for kernel, annotations in kernels.GROUP.kernels:
-    arrays, scalars = kernels.arguments_of(annotations, np.dtype("float32"))
+    arrays, scalars = arguments_of(annotations, np.dtype("float32"))
     expected = jit.types_of((*arrays, *scalars))
     print(list(kernel.dispatcher().overloads) == [expected] or kernel.dispatcher())
 others = [rule.kernel._host, exact._largest_bits, exact._binned_squares]

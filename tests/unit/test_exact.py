@@ -32,7 +32,8 @@ from mpishard.backend.exact import (
 )
 from mpishard.backend.exact_rows import Factor, changed_words, sorted_words, words_with
 from mpishard.backend.ranges import Range, Ranges
-from mpishard.reduction.tree_sum import TermAssignment, TreeNode, add_by_tree, tree_merges, tree_nodes, tree_sum
+from mpishard.backend.row_sums import add_by_tree
+from mpishard.reduction.tree_sum import TermAssignment, TreeNode, tree_merges, tree_nodes, tree_sum
 
 # Dot products that do not depend on how the terms are cut, and combinations of rows.
 

@@ -66,8 +66,8 @@ class TestLinks:
 
     def test_a_stack_is_not_written_to_what_a_link_leads_to(self, tmp_path, secret, mesh):
         (tmp_path / "processes").mkdir()
-        (tmp_path / "processes" / "host-1.stack").symlink_to(secret)
-        where = StackReporter(tmp_path, "host-1", mesh, lambda: None, lambda steps: None, 1.0)
+        where = StackReporter(tmp_path, mesh, lambda: None, lambda steps: None, 1.0)
+        where.stack_path.symlink_to(secret)
         where.watch()
         where.end()
 

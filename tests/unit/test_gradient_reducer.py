@@ -421,6 +421,20 @@ def test_a_gradient_is_reduced_within_the_replica_before_it_is_merged():
     assert recorder.got == [(1, [22] * 3), (0, [22] * 2)]
 
 
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_what_a_rank_has_computed_is_looked_at_before_anything_is_added_to_it(reproducible):
+    recorder, seen = Recorder([2, 3], 2, factor=2, reproducible=reproducible), []
+    recorder.gradients.looks.append(lambda bucket, gradient: seen.append((bucket.index, *gradient[:1].tolist())))
+    if reproducible:
+        recorder.gradients.keep_apart([0, 1])
+    with recorder.gradients.no_sync():
+        recorder.backward(["t1", "t0"], 1.0)
+    recorder.backward(["t1"], 10.0)
+    assert [recorder.gradients.progress.is_ready(name) for name in ("t0", "t1")] == [False, True]
+    recorder.backward(["t0"], 10.0)
+    assert seen == ([(1, 1), (0, 1), (1, 10), (0, 10)] if reproducible else [(1, 11), (0, 11)])
+
+
 def test_virtual_stages_keep_micro_batches_of_one_pass_apart():
     recorder = Recorder([2, 3], 1, [TensorRun(0, 1, 0), TensorRun(1, 2, 1)], reproducible=True)
     recorder.gradients.keep_apart([0, 1, 0], in_pass=True)

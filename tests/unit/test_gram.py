@@ -15,7 +15,7 @@ from mpishard.backend.compiled import HostFunction
 from mpishard.backend.exact import combine
 from mpishard.backend.exact_gram import ExactGram, exponents, gram, gram_words, solve
 from mpishard.backend.exact_rows import Factor, sorted_words, words_with
-from mpishard.minimizers.history import Gram, prepare_all
+from mpishard.minimizers.gram import Gram, prepare_all
 from mpishard.minimizers.space import LocalSpace
 
 # Products of columns that do not depend on how the rows are cut, and systems with the square of a condition number.

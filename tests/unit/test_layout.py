@@ -287,7 +287,8 @@ def test_a_rank_has_several_boxes_of_a_packed_tensor_and_stores_them_as_one():
     """Of two packed layers of three features: rank 0 has two of each. Values are those of the whole tensor."""
     shape, whole = (2, 6, 3), np.arange(36).reshape(2, 6, 3)
     cuts = [(0, 2), (3, 5), (2, 3), (5, 6)]
-    spec = ParameterSpec("w", shape, parts=tuple(((0, 2), cut, (0, 3)) for cut in cuts), packed=2)
+    spec = ParameterSpec("w", shape, parts=tuple(((0, 2), cut, (0, 3)) for cut in cuts), packed=2, copies=(2,))
+    assert [ModelParallelRank(1, 2, stage, 3).holds(spec) for stage in range(3)] == [True, False, True]
     found = np.full(shape, -1)
     for rank in range(2):
         place = ModelParallelRank(rank, 2)

@@ -17,6 +17,8 @@ from descent import CENTER, Descent, bowl, curvature, rosenbrock
 
 import mpishard
 from mpishard import FlatParameters, OptimizeResult, ParameterSpec, ReverseCommunication, minimize
+from mpishard.backend import array as arrays
+from mpishard.inverse.functions import Hessian
 from mpishard.inverse.result import make_method, pair_of_bounds
 from mpishard.layout.tensors import ModelParallelRank
 from mpishard.minimizers import NonlinearCG
@@ -585,6 +587,16 @@ def test_what_scipy_takes_in_other_forms():
     by_matrix = minimize(x0=start, **NEWTON, hess=hessian)
     both = minimize(x0=start, **NEWTON, hess=hessian, hessp=lambda x, p: 0 * p)
     assert np.array_equal(both.x, by_matrix.x) and both.nit > 1
+
+
+@pytest.mark.parametrize("rows", [[[2.0, 1.0], [0.0, 3.0]], [[4.0]]], ids=["matrix", "number"])
+def test_a_hessian_on_a_device_multiplies_there(device, rows):
+    """One number stands for a matrix of one row, as on the host."""
+    matrix = np.array(rows)
+    given = device.put(matrix if matrix.size > 1 else matrix.reshape(-1))
+    x = np.arange(1.0, 1.0 + len(matrix))
+    found = Hessian(lambda x: given, ()).product(device.put(x), device.put(x))
+    assert np.array_equal(arrays.to_host(found), matrix @ x)
 
 
 @pytest.mark.parametrize(("change", "error", "words"), REFUSED, ids=[words[:30] for *_, words in REFUSED])

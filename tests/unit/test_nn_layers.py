@@ -11,7 +11,8 @@ import pytest
 from mpishard import nn
 from mpishard.backend.compiled import HostFunction
 from mpishard.nn import kernels
-from mpishard.nn.kernels import Array, exp, wide_vectors
+from mpishard.nn.kernel_groups import exp, wide_vectors
+from mpishard.nn.kernels import Array
 from mpishard.nn.layers import Draws
 from mpishard.parameters.flat import FlatParameters
 

@@ -13,8 +13,8 @@ from pretrained_runs import FAMILIES, assert_equals, computed, stored, their_tex
 
 import mpishard
 from mpishard import Mesh, nn
-from mpishard.nn.architecture import architecture_of, changes, fields_of
 from mpishard.nn.layers import Draws
+from mpishard.nn.model_facts import architecture_of, changes, fields_of
 from mpishard.parameters.flat import FlatParameters
 
 # Llama and its relatives: between options, and on bad input.

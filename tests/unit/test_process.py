@@ -196,7 +196,7 @@ def taken(mesh, parameters=None, **options):
     config = ShardingConfiguration(mesh, **({"reproducible": True} | options))
     numerics = Numerics()
     numerics.take(parameters_of() if parameters is None else parameters, config, mesh.world)
-    numerics.note_micro_batches(3)
+    numerics.own["micro_batch_size"] = "3"
     return numerics, config
 
 
@@ -278,8 +278,8 @@ def test_they_are_allowed_and_recorded(mesh, capsys):
     assert "shards is 4 there and 1 here" in capsys.readouterr().err
     assert numerics.facts[DIFFERENT_BITS][0] == "from step 3 on something"
     assert numerics.facts[DIFFERENT_BITS][1].startswith("from step 7 on")
-    assert numerics.record["arithmetic"] == numerics.own
-    assert len(numerics.record["different_bits"]) == 2
+    assert numerics.facts[ARITHMETIC] == numerics.own
+    assert len(numerics.facts[DIFFERENT_BITS]) == 2
 
 
 LATER = {"of a later version": "x", "kernels": str(KERNELS)}
@@ -357,5 +357,5 @@ def test_the_record_of_a_run_has_them(mesh, tmp_path):
     problem = mpishard.OptimizationProblem(function, np.ones(3), 4, 4, steps=1, micro_batch_size=2)
     optimizer.optimize(problem, progress=False, record=mpishard.RunRecord(tmp_path, mesh))
     (line,) = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
-    assert line["arithmetic"] == {**arithmetic(), **optimizer.state.numerics.own}
+    assert line["arithmetic"] == {**arithmetic(), **optimizer.settings.numerics.own}
     assert line["arithmetic"]["micro_batch_size"] == "2"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from mpishard.record import Run
 from mpishard.record.follower import Follower
 from mpishard.record.reading import JsonLinesWriter, Process, read_lines, stragglers
 from mpishard.record.record_files import plain, surroundings, without_secrets
-from mpishard.record.stacks import diagnose
+from mpishard.record.stacks import StackReporter
 from mpishard.record.summary import (
     TimeSplit,
     Traced,
@@ -454,75 +455,18 @@ def test_stragglers_are_named(what: str) -> None:
         assert "rank 1 on node-7 computes 200 ms a step, 2 times" in str(found[0])
 
 
-# Who is to blame for a run that does not go on, from what its ranks say.
-
-
-def answer(rank: int, call: str = "", members: Sequence[int] = (), seconds: float = 30.0) -> dict[str, Any]:
-    """Of a rank in a call such as ``data.all_reduce 7``, or that computes."""
-    waits = None
-    if call:
-        axis, op, sequence = call.replace(".", " ").split()
-        waits = {"axis": axis, "op": op, "sequence": int(sequence), "dtype": "float32", "elements": 10, "label": ""}
-        waits |= {"site": f"a.py:{rank} (f)", "members": list(members), "seconds": seconds}
-    return {"rank": rank, "step": 5, "call": waits, "recent": [], "stack": ["train.py:7 (slow)"]}
-
-
-# What ranks answer, who is silent, which findings there are besides those that wait, and what is said.
-SUM, ALL = "data.all_reduce 7", range(4)
-OTHERS = [answer(rank, SUM, ALL) for rank in (0, 1, 3)]
-DIAGNOSES: dict[str, tuple[list[dict[str, Any]], dict[int, str], list[Any], list[str]]] = {
-    "one computes": (
-        [*OTHERS, answer(2)],
-        {},
-        [("missing", (2,))],
-        ["wait 30 s in data.all_reduce #7", "without rank 2", "runs train.py:7 (slow)", "a.py:0 (f)", "a.py:1 (f)"],
-    ),
-    "one is gone": (OTHERS, {2: "process 5 on n1 is gone"}, [("silent", (2,))], ["process 5 on n1 is gone"]),
-    # Rank 0 waits for 1, which waits for 3, which computes; 2 waits for 0.
-    "the cause is behind others that wait": (
-        [
-            answer(0, SUM, [0, 1]),
-            answer(1, "tensor.all_reduce 9", [1, 3]),
-            answer(2, "world.recv 4", [2, 0]),
-            answer(3),
-        ],
-        {},
-        [("missing", (3,))],
-        [],
-    ),
-    "different calls of one axis": (
-        [answer(0, SUM, [0, 1]), answer(1, "data.broadcast 7", [0, 1])],
-        {},
-        [("mismatch", (0, 1))],
-        ["all_reduce", "broadcast"],
-    ),
-    "different axes": (
-        [answer(0, SUM, [0, 1, 2]), answer(1, "world.barrier 3", [0, 1, 2]), answer(2, SUM, [0, 1, 2])],
-        {},
-        [("cycle", (0, 1))],
-        [],
-    ),
-    "a ring that receives before it sends": (
-        [answer(rank, "world.recv 8", [rank, (rank + 1) % 4]) for rank in ALL],
-        {},
-        [("cycle", (0, 1, 2, 3))],
-        ["0 for 1"],
-    ),
-    "two that receive": ([answer(rank, "world.recv 8", [0, 1]) for rank in (0, 1)], {}, [("cycle", (0, 1))], []),
-    "a run that goes on": ([answer(0, SUM, [0, 1], 0.01), answer(1)], {}, [("runs", (0,)), ("runs", (1,))], []),
-    "nobody": ([], {}, [], []),
-}
-
-
-@pytest.mark.parametrize("what", DIAGNOSES)
-def test_the_cause_is_found(what: str) -> None:
-    answers, silent, causes, words = DIAGNOSES[what]
-    found = diagnose(answers, silent)
-    assert [(one.kind, tuple(sorted(one.ranks))) for one in found if one.kind != "waits"] == causes
-    waiting = sorted(rank for one in found if one.kind == "waits" for rank in one.ranks)
-    assert waiting == [each["rank"] for each in answers if each["call"] and each["call"]["seconds"] > 1]
-    text = "\n".join(one.text for one in found)
-    assert all(each in text for each in words), text
+def test_an_answer_has_the_call_of_the_ledger(tmp_path: Path, mesh: mpishard.Mesh) -> None:
+    reporter = StackReporter(tmp_path, mesh, lambda: None, lambda steps: None, 1.0)
+    assert reporter.answer()["state"] == "runs"
+    mesh.ledger.active = mesh.ledger.begin("data", 7, "recv", np.dtype("f4"), 10, "loss", (0, 3))
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(reporter.answer).result()
+    mesh.ledger.active = None
+    call = {"op": "recv", "on": "data", "class": "Axis", "number": "#7", "buffer": "10 float32 [loss]"}
+    assert answer["call"] == call | {"size": 2, "members": [0, 3], "source": 1}
+    assert answer["state"] == "waits" and answer["step"] == 0
+    own = [frame for frame in answer["stack"] if frame["own"]]
+    assert own[0]["text"] == "answer = pool.submit(reporter.answer).result()"
 
 
 # The split of traced steps in matrix products, communication and the rest, with a clock of the test's own.

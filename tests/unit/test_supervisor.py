@@ -67,7 +67,7 @@ def test_notes_of_a_run(tmp_path):
     other = JobNotes.from_environment(first.environment())
     assert other == first and JobNotes.from_environment({}) is None
     assert first.notes == Notes(False, None, 0, None, None, None, None, False)
-    assert not first.is_ending and not first.has_healed and first.notes.healed == 0
+    assert not first.is_ending and first.is_reporter(True, True) and first.notes.healed == 0
     other.note_started()
     other.note_training(True)
     other.note_cell(4)
@@ -81,7 +81,8 @@ def test_notes_of_a_run(tmp_path):
     other.note_ending()
     heal = Heal(3, 7, (first.path / "healed-0").stat().st_mtime)
     assert first.notes == Notes(True, True, 7, heal, Ended(None), Ended(3), FAILURE, True, multiple_of=4)
-    assert first.is_ending and first.has_healed and first.notes.healed == 3
+    assert first.is_ending and not first.is_reporter(True, True) and first.notes.healed == 3
+    assert first.is_reporter(False, False)
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in first.path.iterdir())
     second = first.next()
     assert second.is_restart and JobNotes.from_environment(second.environment()) == second

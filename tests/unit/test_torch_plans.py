@@ -28,6 +28,22 @@ def test_heads_stay_whole_and_other_features_are_cut_evenly():
     assert [*terms_of(module, styles_of(module, PLAN))] == [p for each in module.layers for p in each.norm.parameters()]
 
 
+def test_an_adapter_is_cut_as_its_layer():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q", "o", "gates"])
+    module = peft.get_peft_model(Transformer(layers=1), config)
+    found = {cut.path: cut for cut in cuts_of(module, styles_of(module, PLAN), 2)}
+    expected = offsets(Transformer(layers=1), PLAN, 2)
+    for layer, matrix, dimensions in (
+        ("layers.0.q", "lora_B", {"weight": (0, 1)}),
+        ("layers.0.o", "lora_A", {"weight": (1, 1)}),
+        ("layers.0.gates", "lora_B", {"weight": (0, 2)}),
+    ):
+        cut = found[f"{layer}.{matrix}.default"]
+        assert (cut.offsets, cut.dimensions) == (expected[layer], dimensions)
+    assert {path: cut.offsets for path, cut in found.items() if not cut.is_adapter} == expected
+
+
 class Attention(torch.nn.Module):
     def __init__(self, heads, of_keys, **attributes):
         super().__init__()
@@ -97,7 +113,8 @@ def test_styles_of_pytorch():
         ColwiseParallel(use_local_output=False),
         3,
     ]
-    assert styles_of(module, {"layers.0.up": ("packed_colwise", 3)}) == {"layers.0.up": Style("outputs", packed=3)}
+    for name, cuts in (("packed_colwise", "outputs"), ("packed_rowwise", "inputs")):
+        assert styles_of(module, {"layers.0.up": (name, 3)}) == {"layers.0.up": Style(cuts, packed=3)}
     for theirs in others:
         with pytest.raises(ValueError, match=r"layers\.0\.up.*Replicate"):
             styles_of(module, {"layers.0.up": theirs})
@@ -172,6 +189,16 @@ def test_experts_are_cut_by_the_features_between_their_layers():
     assert cut.dimensions == {"gate_up_proj": (1, 2), "down_proj": (2, 1)}
 
 
+def test_transposed_experts_are_cut_in_the_other_dimensions():
+    experts = Experts(is_transposed=True)
+    experts.gate_up_proj = torch.nn.Parameter(torch.zeros(3, 5, 2 * 4))
+    experts.down_proj = torch.nn.Parameter(torch.zeros(3, 4, 5))
+    plan = {"0": "moe_tp_experts", "0.gate_up_proj": "packed_rowwise", "0.down_proj": "colwise"}
+    (cut,) = cuts_of(torch.nn.Sequential(experts), styles_of(torch.nn.Sequential(experts), plan), 3)
+    assert cut.offsets == (0, 2, 3, 4)
+    assert cut.dimensions == {"gate_up_proj": (2, 2), "down_proj": (1, 1)}
+
+
 @pytest.mark.parametrize(
     ("experts", "plan", "message"),
     [
@@ -179,8 +206,9 @@ def test_experts_are_cut_by_the_features_between_their_layers():
         (Experts(), {"0": "moe_tp_experts", "0.down_proj": "rowwise"}, "cuts down_proj"),
         (Experts(features=5), EXPERTS, r"'0' has 10 features of 2 in 'gate_up_proj', 4 features of 1 in 'down_proj'"),
         (torch.nn.Linear(4, 7), {"0": "packed_colwise"}, "'0' has 7 features of 2"),
+        (torch.nn.Embedding(4, 8), {"0": "packed_rowwise"}, "'0' is a Embedding"),
     ],
-    ids=["biases", "one", "unlike", "odd"],
+    ids=["biases", "one", "unlike", "odd", "embedding"],
 )
 def test_packed_layers_that_cannot_be_cut_are_refused(experts, plan, message):
     module = torch.nn.Sequential(experts)

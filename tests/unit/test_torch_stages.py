@@ -10,6 +10,7 @@ import pytest
 import variants
 
 from mpishard import Mesh
+from mpishard.comm.agreement import DeferredError
 from mpishard.comm.axis import Axis
 from mpishard.layout.tensors import ModelParallelRank
 
@@ -88,6 +89,7 @@ def test_models_of_transformers_bring_their_plan():
         (TwoStreams, ["layers.1", "head"], 2, "names 2 layers.*have 2"),
         (TwoStreams, ["layer.1"], 2, r"'layer\.1'"),
         (TwoStreams, ["layers.1", "layers.1"], 3, "twice"),
+        (TwoStreams, ["layers.2", "layers.1"], 3, r"order layers\.1, layers\.2"),
         (TwoStreams, ["tokens"], 2, "'tokens', which is the first"),
         (TwoStreams, ["layers.1", "layers.1.linear"], 3, r"'layers\.1'"),
         (TwoStreams, {"layer": None}, 2, "'layer'"),
@@ -96,7 +98,20 @@ def test_models_of_transformers_bring_their_plan():
         (lambda: torch.nn.ModuleDict({"a": TwoStreams(), "b": TwoStreams()}), None, 2, "2 lists"),
         (TwoStreams, "layers.1", 2, "stages must be"),
     ],
-    ids=["few", "many", "no layer", "twice", "first", "nested", "plan", "empty", "no list", "two lists", "text"],
+    ids=[
+        "few",
+        "many",
+        "no layer",
+        "twice",
+        "order",
+        "first",
+        "nested",
+        "plan",
+        "empty",
+        "no list",
+        "two lists",
+        "text",
+    ],
 )
 def test_cuts_that_do_not_fit_are_refused(kind, stages, count, message):
     with pytest.raises(TypeError if isinstance(stages, str) else ValueError, match=message):
@@ -147,6 +162,9 @@ def test_a_message_has_tensors_of_any_dtype():
     message.pack(tensors, memory)
     for found, each in zip(message.unpack(memory), tensors, strict=True):
         assert found.dtype == each.dtype and torch.equal(found, each) and found._base is None
+    assert not Message.has_failed(memory)
+    message.pack_failure(memory)
+    assert Message.has_failed(memory)
     with pytest.raises(RuntimeError, match="depend on values"):
         message.pack([tensors[0][:2], *tensors[1:]], memory)
 
@@ -199,8 +217,9 @@ def both_ranks(name):
         mesh = OneOfTwo(ModelParallelRank(pipeline_rank=rank, pipeline_size=2), alone, alone)
         tensors = ModuleTensors.of(module)
         staged = StagedModule(module, mesh, layers_of(module, None, 2), tensors.trained, tensors.frozen)
-        staged.cut(tensors.buffers)
-        found.append((staged, StageChunk(staged, rank, torch.device("cpu"))))
+        staged.cut(tensors.buffers, is_filled=False)
+        errors = DeferredError(alone, transactional=False)
+        found.append((staged, StageChunk(staged, rank, torch.device("cpu"), errors)))
     return found
 
 
@@ -247,7 +266,8 @@ def test_a_message_and_its_gradients_are_adjoint():
     x, dy = (torch.randint(-4, 5, (2, 5, 8)).double() for _ in range(2))
     survey = Survey(staged)
     survey.run(loss_of, (words_of(0)[:2],), True)
-    boundary, sent = survey.boundaries[1], np.empty(x.nbytes, np.uint8)
+    boundary = survey.boundaries[1]
+    sent = np.empty(boundary.activations.nbytes, np.uint8)
     boundary.activations.pack([x], sent)
     passed = StagePass(staged, survey, 1, boundary.activations.unpack(sent), True)
     (y,) = passed._received

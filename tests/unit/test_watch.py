@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,13 +18,13 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard.cli import main
-from mpishard.launch.detection import Launch
+from mpishard.launch.detection import MPICH, OPEN_MPI, SLURM, Launch, name_of_job
 from mpishard.watch import __main__ as command
 from mpishard.watch import calls, outside
 from mpishard.watch.__main__ import main as watch
 from mpishard.watch.calls import call_in, call_on_line
 from mpishard.watch.diagnosis import diagnose, report, shortest_cycle
-from mpishard.watch.folder import FOLDER, START, ask, begin, frames_of, read_folder
+from mpishard.watch.folder import FOLDER, START, ask, begin, frames_of, jobs, read_folder
 
 # -- which call a frame is in ------------------------------------------------------------------------------------------
 
@@ -145,6 +146,16 @@ def waits(rank, op, *, seconds=20.0, members=None, ranks=4, identity="", line=1,
     return says(rank, "waits", seconds=seconds, call=call, line=line, ranks=ranks)
 
 
+SUM = "data.all_reduce 7"
+
+
+def on_axis(rank, call, *members):
+    """In a call of mpishard; of a message `members` are this rank and the other."""
+    axis, op, number = call.replace(".", " ").split()
+    peers = {"recv": {"source": 1}}.get(op, {})
+    return waits(rank, op, kind="Axis", on=axis, number=f"#{number}", members=list(members or range(4)), **peers)
+
+
 def says(rank, state, *, seconds=0.0, call=None, line=1, ranks=4, file="", **fields):
     stack = [{"file": "train.py", "line": line, "name": "step", "text": f"line {line}", "own": True}]
     about = {"rank": rank, "ranks": ranks, "host": "vm", "process": 100 + rank, "time": 0.0, "began": 0.0}
@@ -227,6 +238,31 @@ CASES = {
         [("request", (1,))],
     ),
     "all": ([waits(r, "Allreduce") for r in range(4)], {}, [("arrived", (0, 1, 2, 3))]),
+    "spawned": (
+        [waits(0, "Recv", members=[-1, -1, 0], source=1, tag=0), *(waits(r, "Barrier") for r in (1, 2, 3))],
+        {},
+        [("outside", (0,))],
+    ),
+    "on an axis": ([*(on_axis(r, SUM) for r in (0, 1, 3)), says(2, "runs")], {}, [("computes", (2,))]),
+    # Rank 0 waits for 1, which waits for 3, which computes; 2 waits for 0.
+    "behind others": (
+        [
+            on_axis(0, SUM, 0, 1),
+            on_axis(1, "tensor.all_reduce 9", 1, 3),
+            on_axis(2, "world.recv 4", 2, 0),
+            says(3, "runs"),
+        ],
+        {},
+        [("computes", (3,))],
+    ),
+    "one call more": (
+        [on_axis(r, "data.all_reduce 8" if r == 1 else SUM) for r in range(4)],
+        {},
+        [("mismatch", (1,))],
+    ),
+    "other axes": ([on_axis(r, "world.barrier 3" if r == 1 else SUM) for r in range(4)], {}, [("mismatch", (1,))]),
+    "messages": ([on_axis(r, "world.recv 8", r, (r + 1) % 4) for r in range(4)], {}, [("cycle", (0, 1, 2, 3))]),
+    "two messages": ([on_axis(r, "world.recv 8", r, 1 - r) for r in (0, 1)], {}, [("cycle", (0, 1))]),
 }
 
 
@@ -238,7 +274,7 @@ def test_the_cause_is_named(name: str) -> None:
     assert bool(found) == bool(expected)
     lines = report(answers, absent, 4)
     assert len([line for line in lines if line.startswith("likely cause")]) == min(3, len(found))
-    assert bool(found) == ("no rank waits" not in lines[-1])
+    assert bool(found) == ("no rank has waited" not in lines[-1])
 
 
 def test_roots_are_named_where_ranks_have_left_the_call() -> None:
@@ -341,17 +377,78 @@ def test_a_rank_in_mpi_init(folder: Path) -> None:
 
 
 def test_why_prints_the_report(folder: Path, capsys, monkeypatch) -> None:
-    write(folder, waits(0, "Barrier", ranks=3) | {"host": "other"})
+    write(folder, waits(0, "Barrier", ranks=3) | {"process": os.getpid(), "host": os.uname().nodename})
     for rank in (1, 2):
-        write(folder, says(rank, "ended", ranks=3, code=0) | {"host": "other"})
+        write(folder, says(rank, "ended", ranks=3, code=0) | {"host": f"n{rank}"})
     assert main(["why", str(folder), "--wait", "0"]) == 0
-    assert "likely cause: ranks 1, 2 have ended" in capsys.readouterr().out
+    assert "likely cause: ranks 1, 2 on n1, n2 have ended" in capsys.readouterr().out
     assert main(["why", str(folder), "--wait", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["findings"][0]["kind"] == "ended"
     assert main(["why", str(folder / "no")]) == 2 and "mpishard.watch" in capsys.readouterr().err
     monkeypatch.chdir(folder)
-    assert main(["why"]) == 2 and str(FOLDER / START) in capsys.readouterr().err
+    assert main(["why"]) == 2 and f"{FOLDER} does not exist" in capsys.readouterr().err
+    FOLDER.mkdir()
+    assert main(["why"]) == 2 and START in capsys.readouterr().err
     assert main(["why", str(folder), "--pid", "1"]) == 2 and "not both" in capsys.readouterr().err
+
+
+def test_of_several_jobs_in_a_folder_the_newest_is_shown(tmp_path: Path, capsys) -> None:
+    """Beside it those that run are named; not the one that has ended, nor a damaged one."""
+    for number, name in enumerate(("damaged", "ended", "first", "second")):
+        (tmp_path / name / "processes").mkdir(parents=True)
+        begin(tmp_path / name, 1, ["train.py"])
+        os.utime(tmp_path / name / START, (number, number))
+        state = {"first": waits(0, "Barrier", ranks=1), "ended": says(0, "ended", ranks=1)}
+        write(tmp_path / name, state.get(name, waits(0, "Finalize", ranks=1)) | {"host": "other"})
+    (tmp_path / "damaged" / START).write_text("{")
+    os.utime(tmp_path / "damaged" / START, (0, 0))
+    assert [job.name for job in jobs(tmp_path)] == ["second", "first", "ended", "damaged"]
+    assert main(["why", str(tmp_path), "--wait", "0"]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == f"{tmp_path / 'second'} is the newest job here; others run: {tmp_path / 'first'}"
+    assert second == "rank 0: in Finalize of comm (1 ranks) for 20 s"
+    assert main(["why", str(tmp_path / "first"), "--wait", "0"]) == 0
+    assert capsys.readouterr().out.startswith("rank 0: in Barrier")
+
+
+def test_ranks_on_several_hosts() -> None:
+    """Their hosts are named, but not for what all are in."""
+    answers = [waits(rank, "Barrier") | {"host": f"n{rank // 2}"} for rank in range(4)]
+    assert report(answers, {}, 4)[0] == "ranks 0-3: in Barrier of comm (4 ranks) for 20 s"
+    answers[3] = says(3, "runs") | {"host": "n1"}
+    lines = report(answers, {}, 4)
+    assert lines[0].startswith("ranks 0-2: in Barrier") and lines[2] == "rank 3 on n1: running"
+    assert lines[-1].startswith("likely cause: rank 3 on n1 is waited for")
+
+
+ENVIRONMENTS = [
+    (OPEN_MPI, {"PMIX_NAMESPACE": "prterun-vm-7@1"}, "prterun-vm-7@1"),
+    (OPEN_MPI, {}, "job"),
+    (SLURM, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "2"}, "7.0.2"),
+    (MPICH, {"I_MPI_HYDRA_UUID": "a/b"}, "a-b"),
+    (MPICH, {"I_MPI_HYDRA_UUID": "a", "PMI_SPAWNED": "1"}, "a-spawned"),
+]
+
+
+@pytest.mark.parametrize(("family", "environment", "expected"), ENVIRONMENTS)
+def test_the_name_of_a_job(family: str, environment: dict[str, str], expected: str) -> None:
+    assert name_of_job(Launch("", family, 0, 2), environment) == expected
+    assert name_of_job(None, environment) == f"{os.uname().nodename}-{os.getpid()}"
+
+
+def test_the_name_of_a_job_of_hydra() -> None:
+    """It is that of the proxy, which may have started a shell."""
+    code = "from mpishard.launch.detection import *; print(name_of_job(Launch('', MPICH, 0, 1), {}))"
+    shell = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[3:])", "--control-port", "n0:4711"]
+    done = subprocess.run(
+        [*shell, "sh", "-c", f'{sys.executable} -c "{code}"; true'],
+        env=ALONE | {"PYTHONPATH": PACKAGE},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "n0-4711\n", done.stderr
 
 
 def test_why_after_the_ranks_were_killed(folder: Path, capsys) -> None:
@@ -391,7 +488,7 @@ sys.exit(5)
     path = str(tmp_path / "program.py")
     assert first == f"['program.py', '--flag', 'x'] __main__ {path} {tmp_path} set()"
     assert second == f"True {mpishard.__version__}"  # as in every rank, importing mpishard has started MPI
-    (answer,) = read_folder(tmp_path / "watch").answers
+    (answer,) = read_folder(*jobs(tmp_path / "watch")).answers
     assert (answer["state"], answer["code"]) == ("ended", 5)
 
 
@@ -417,20 +514,52 @@ raise ValueError("a bad packing")
     done = watched(program, tmp_path)
     assert done.returncode == 1
     assert "ValueError: a bad packing" in done.stderr and "mpishard/watch" not in done.stderr
-    (answer,) = read_folder(tmp_path / "watch").answers
+    (answer,) = read_folder(*jobs(tmp_path / "watch")).answers
     assert (answer["state"], answer["error"]) == ("failed", "ValueError: a bad packing")
 
 
+RECEIVES = """
+from mpi4py import MPI
+def step(comm):
+    comm.Recv(bytearray(8), source=0, tag=3)
+step(MPI.COMM_WORLD)
+"""
+
+
 def test_a_wait_ends_after_its_time_limit(tmp_path: Path) -> None:
-    program = (
-        "from mpi4py import MPI\ndef step(comm):\n    comm.Recv(bytearray(8), source=0, tag=3)\nstep(MPI.COMM_WORLD)\n"
-    )
-    done = watched(program, tmp_path, "--timeout", "0.5")
+    done = watched(RECEIVES, tmp_path, "--timeout", "1.2")  # shorter waits have no cause
     assert done.returncode == 1
-    assert "rank 0: in Recv of comm (1 ranks)" in done.stderr and "program.py:3 (step)" in done.stderr
+    assert "rank 0: in Recv of comm (1 ranks)" in done.stderr and "program.py:4 (step)" in done.stderr
     assert "likely cause: rank 0 waits for itself" in done.stderr
-    asked = read_folder(tmp_path / "watch")
+    asked = read_folder(*jobs(tmp_path / "watch"))
     assert [finding.kind for finding in diagnose(asked.answers, asked.absent, asked.ranks)] == ["cycle"]
+
+
+def test_a_wait_with_the_lock_ends_too(tmp_path: Path) -> None:
+    """As in the first collective of objects: no thread of Python runs, and the guard kills the process."""
+    program = """
+import ctypes, types
+comm = types.SimpleNamespace(allreduce=ctypes.PyDLL(None).sleep)
+comm.allreduce(600)
+"""
+    done = watched(program, tmp_path, "--timeout", "0.5")
+    assert done.returncode == -signal.SIGKILL
+    assert "rank 0: in allreduce of comm for" in done.stderr and "program.py:4 (<module>)  comm.allre" in done.stderr
+
+
+def test_a_wait_ends_where_the_folder_cannot_be_used(tmp_path: Path) -> None:
+    """As on a disk that fills: the rank itself ends the job, here without more patience than that of the guard."""
+    program = """
+import shutil, threading
+(thread,) = [each for each in threading.enumerate() if each.name == "mpishard-where"]
+type(thread).look.__globals__["_LATE_S"] = 0.0
+shutil.rmtree("watch")
+"""
+    done = watched(program + RECEIVES, tmp_path, "--timeout", "0.5")
+    assert done.returncode == 1
+    assert "rank 0 has waited longer than 0.5 s (--timeout) in Recv at" in done.stderr
+    assert "comm.Recv(bytearray(8), source=0, tag=3)" in done.stderr and "cannot be asked" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("words", [(), ("-m",), ("--timeout",), ("--timeout", "0", "program.py"), ("-c", "1")])
@@ -467,13 +596,13 @@ print(json.dumps([dict(os_thread_id=pid + 1, frames=[]), dict(os_thread_id=pid, 
 """
 
 
-def test_ranks_below_a_process_are_looked_at_by_py_spy(tmp_path: Path, monkeypatch) -> None:
+def test_ranks_below_a_process_are_looked_at_by_py_spy(tmp_path: Path, environ, monkeypatch) -> None:
     program = tmp_path / "train.py"
     program.write_text("\n\ncomm.Recv(x, source=1)\n")
     spy = tmp_path / "py-spy"
     spy.write_text(SPY.format(python=sys.executable, program=str(program)))
     spy.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    environ(PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(outside.sys, "executable", str(tmp_path / "python"))
     environment = ALONE | {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
     rank = subprocess.Popen([sys._base_executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,9 @@ def both(*words: str, cwd: Path) -> tuple[subprocess.CompletedProcess[str], subp
         "-m script x y",
         "-m package -v",
         "-Bm package.module",
+        "package -v",
+        "-P package",
+        "archive x",
     ],
 )
 def test_a_script_sees_what_it_sees_without(words: str, tmp_path: Path) -> None:
@@ -68,6 +72,8 @@ def test_a_script_sees_what_it_sees_without(words: str, tmp_path: Path) -> None:
         (tmp_path / name).write_text(SEEN)
     (tmp_path / "package/__init__.py").write_text("")
     (tmp_path / "link.py").symlink_to("folder/other.py")
+    with zipfile.ZipFile(tmp_path / "archive", "w") as archive:
+        archive.writestr("__main__.py", SEEN)
     plain, runs = both(*words.split(), cwd=tmp_path)
     assert plain.returncode == 0 == runs.returncode, plain.stderr + runs.stderr
     assert ADDRESS.sub("", runs.stdout) == ADDRESS.sub("", plain.stdout)
@@ -242,8 +248,6 @@ def test_where_the_runner_goes(words: str, options: str, script: str, tmp_path: 
         "python -V",
         "python -m",
         "python absent.py",
-        "python folder",
-        "python archive",
         "python script.pyc",
         "python -m mpishard.launch.worker script.py",
     ],
@@ -251,8 +255,6 @@ def test_where_the_runner_goes(words: str, options: str, script: str, tmp_path: 
 def test_commands_that_are_left_alone(words: str, tmp_path: Path, monkeypatch) -> None:
     for name in ("script.py", "script.pyc"):
         (tmp_path / name).write_text("")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "archive").write_bytes(b"PK\5\6" + bytes(18))
     monkeypatch.chdir(tmp_path)
     assert with_runner(words.split()) == words.split()
 

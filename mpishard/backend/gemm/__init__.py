@@ -19,7 +19,7 @@ import numpy as np
 
 from mpishard.backend import process
 from mpishard.backend.gemm.choice import Choice, active
-from mpishard.backend.gemm.libraries import Call, Library, Product, load, product_of
+from mpishard.backend.gemm.libraries import Call, Mkl, OneDnn, Product, load, product_of
 
 # A thread forgets the products that it has met at this number: generated texts have new shapes all the time,
 # and one of oneDNN takes some 150 kB.
@@ -103,7 +103,7 @@ def _plan(choice: Choice, a: np.ndarray, b: np.ndarray, out: np.ndarray, count: 
     return None if library is None else callable_for(product, load(library), count)
 
 
-def callable_for(product: Product, library: Library, threads: int, large: int = _LARGE) -> Call | None:
+def callable_for(product: Product, library: Mkl | OneDnn, threads: int, large: int = _LARGE) -> Call | None:
     """The function of the addresses of `a`, `b` and `out` that computes a product, with at most `threads` threads.
 
     Each thread computes some rows, or columns where there are more of these, or some matrices of a batch. The number of

@@ -93,9 +93,8 @@ def active() -> Choice:
 
     It is one for all meshes: functions without a mesh multiply, too.  So the ranks of a mesh may come to differ, where
     another mesh that has only some of them has other libraries in common.  That is as on nodes with different
-    processors, whose BLAS differs as well: products are rounded otherwise, and all ranks still exchange the same.  A
-    reproducible optimizer compares the choices of its ranks when it gets its parameters, and raises; at each later step
-    it returns to what they agreed on.
+    processors, whose BLAS differs as well: products are rounded otherwise, and all ranks still exchange the same.
+    Whoever promises bits compares the choices of the ranks, and comes back to what they agreed on by `activate`.
     """
     return _active
 

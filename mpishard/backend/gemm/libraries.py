@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from ctypes import byref, c_double, c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from threadpoolctl import threadpool_info
@@ -133,18 +133,6 @@ _FILES = {MKL: ("libmkl_rt.so", "MKLROOT"), ONEDNN: ("libdnnl.so", "DNNLROOT")}
 _SETTINGS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 
-class Library(Protocol):
-    """A library that multiplies matrices with one thread."""
-
-    version: str  # as the library reports it
-
-    def call(self, product: Product) -> Call | None:
-        """The function of the addresses of `a`, `b` and `out` that computes a product; None: the library cannot.
-
-        Two threads must not call it at once.
-        """
-
-
 @functools.cache
 def installed() -> dict[str, Path]:
     """The files of the libraries that are installed, by name; nothing is loaded."""
@@ -164,7 +152,7 @@ def installed() -> dict[str, Path]:
 
 
 @functools.cache
-def load(name: str) -> Library:
+def load(name: str) -> Mkl | OneDnn:
     """The library of that name, loaded; raises OSError if it cannot be."""
     path = installed()[name]
     if name == MKL:
@@ -266,6 +254,10 @@ class Mkl:
         }
 
     def call(self, product: Product) -> Call | None:
+        """The function of the addresses of `a`, `b` and `out` that computes a product by one thread.
+
+        None: the library cannot. Two threads must not call the function at once.
+        """
         a, b, out = product.a, product.b, product.out
         before = (
             _ROW_MAJOR,
@@ -346,6 +338,7 @@ class OneDnn:
         self._set_threads: Any = getattr(library, "omp_set_num_threads", None)
 
     def call(self, product: Product) -> Call | None:
+        """As that of `Mkl`."""
         if product.dtype != "bfloat16":
             return None
         found = _Call(self, product)

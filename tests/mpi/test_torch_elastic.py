@@ -1,0 +1,170 @@
+"""Elastic runs of PyTorch modules whose layers tensor ranks divide by a plan, and whose meshes change."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import variants
+from mpi4py import MPI
+
+import mpishard
+from mpishard import DDPOptimizer, ElasticOptimizer, Mesh, ShardingConfiguration, ZeRO1Optimizer, ZeRO3Optimizer
+from mpishard.checkpoint import Checkpoints
+
+torch = pytest.importorskip("torch")
+from torch_plans import PLAN, RULE, Layer, Transformer, fresh, tensor_size, words_of  # noqa: E402
+
+STEPS = 6
+WORDS = torch.cat([words_of(step) for step in range(6)])
+ANY = [{"tensor": 3}, {"tensor": 2}, {}]
+needs_ranks = pytest.mark.mpi(min_size=2)
+
+
+def losses(module, samples):
+    logits, targets = module(WORDS[samples, :-1]), WORDS[samples, 1:]
+    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)
+
+
+def problem(mesh, strategy=DDPOptimizer, module=None, plan=PLAN, steps=STEPS, **options):
+    units = {"mesh": mesh, "shard_units": Layer} if strategy is ZeRO3Optimizer else {"mesh": mesh}
+    module = fresh(seed=mesh.rank) if module is None else module
+    return mpishard.torch.problem(
+        module, losses, len(WORDS), 8, micro_batch_size=3, steps=steps, **units, plan=plan, **options
+    )
+
+
+def other():
+    """A module with the same frozen values, and other trained ones."""
+    module = fresh()
+    for p in filter(lambda p: p.requires_grad, module.parameters()):
+        torch.nn.init.constant_(p, 3.0)
+    return module
+
+
+def inner(strategy, mesh, **options):
+    return strategy(RULE, ShardingConfiguration(mesh, max_gradient_norm=0.5, **options))
+
+
+@functools.cache
+def alone():
+    """The losses and parameters of one process."""
+    module = fresh()
+    with Mesh(MPI.COMM_SELF) as mesh:
+        task = mpishard.torch.problem(module, losses, len(WORDS), 8, micro_batch_size=3, steps=STEPS)
+        result = inner(DDPOptimizer, mesh).optimize(task, progress=False)
+    return result.loss_history, [p.detach() for p in module.parameters()]
+
+
+def assert_same(result, module):
+    wanted, values = alone()
+    np.testing.assert_allclose(result.loss_history, wanted, rtol=0, atol=1e-12)
+    with mpishard.torch.summon_full_parameters(module):
+        for p, other in zip(module.parameters(), values, strict=True):
+            torch.testing.assert_close(p.detach(), other, rtol=0, atol=1e-12)
+
+
+@needs_ranks
+@pytest.mark.parametrize("strategy", [ZeRO1Optimizer, *variants.full(DDPOptimizer), ZeRO3Optimizer])
+def test_meshes_change_while_a_run_goes(comm, strategy):
+    """Each mesh has another module, and those of the meshes before leave memory."""
+    made, shapes = [], []
+    wanted = {1: {"data": comm.size}, 3: {"tensor": 2}, 4: {"tensor": 2, "data": comm.size // 2}}
+
+    def build(mesh):
+        module = other() if made else fresh()
+        made.append(weakref.ref(module))
+        return problem(mesh, strategy, module)
+
+    with Mesh(comm) as mesh:
+        optimizer = ElasticOptimizer(inner(strategy, mesh), layouts=ANY)
+
+        def callback(state):
+            shapes.append((mesh.data.size, mesh.tensor.size))
+            if state.step in wanted:
+                optimizer.resize(mesh=wanted[state.step])
+
+        result = optimizer.optimize(build, callback=callback, progress=False)
+        assert_same(result, made[-1]())
+        if comm.rank == 0:
+            assert shapes[1:] == [(comm.size, 1)] * 2 + [(1, 2), (comm.size // 2, 2), (comm.size // 2, 2)]
+            assert (shapes[0][1] > 1) == (comm.size % 3 == 0 or comm.size % 2 == 0)
+        gc.collect()
+        assert not any(module() for module in made[:-2])  # the next step frees the last but one
+
+
+@pytest.mark.mpi(min_size=4)
+def test_workers_of_two_tensor_ranks_leave_and_come_back(comm):
+    if comm.size % 2:
+        pytest.skip("no whole workers on so many ranks")
+    module = fresh()
+    with Mesh(comm, tensor=2) as mesh:
+        most = mesh.data.size
+        optimizer = ElasticOptimizer(inner(ZeRO1Optimizer, mesh), max_workers=most)
+        sizes = {1: most - 1, 3: most}
+        result = optimizer.optimize(
+            problem(mesh, module=module),
+            callback=lambda state: optimizer.resize(sizes[state.step]) if state.step in sizes else None,
+            progress=False,
+        )
+        assert_same(result, module)
+
+
+@needs_ranks
+def test_a_checkpoint_goes_on_with_other_tensor_ranks(comm, folder):
+    """And, between them, on data ranks alone without the plan."""
+    for tensor, steps in ((tensor_size(comm), 2), (1, 4), (tensor_size(comm), STEPS)):
+        module = other() if steps > 2 else fresh()
+        with Mesh(comm, tensor=tensor) as mesh, Checkpoints(folder, mesh, every=2) as checkpoints:
+            result = inner(DDPOptimizer, mesh).optimize(
+                problem(mesh, module=module, steps=steps, plan=PLAN if tensor > 1 else None),
+                checkpoints=checkpoints,
+                resume=True,
+                progress=False,
+            )
+            if steps == STEPS:
+                assert_same(result, module)
+
+
+@needs_ranks
+def test_a_plan_that_does_not_fit_is_found_in_the_first_step(comm):
+    plan = {name: style for name, style in PLAN.items() if "norm" not in name}
+    with Mesh(comm, tensor=tensor_size(comm)) as mesh:
+        with pytest.raises(ValueError, match="layers.0.norm.* differ"):
+            inner(DDPOptimizer, mesh).optimize(problem(mesh, plan=plan), progress=False)
+
+
+@needs_ranks
+def test_meshes_that_are_refused(comm):
+    def refuses(message, build=problem, layouts=ANY, **options):
+        with Mesh(comm) as mesh:
+            optimizer = ElasticOptimizer(inner(DDPOptimizer, mesh, **options), layouts=layouts)
+            with pytest.raises(ValueError, match=message):
+                optimizer.optimize(build, progress=False)
+
+    refuses("pipeline=2.*pipeline ranks", layouts=[{"pipeline": 2}, {}])
+    refuses("tensor=4.*3 heads", layouts=[{"tensor": 4}, {"tensor": 2}, {}])
+    refuses("tensor=3.*keeps its tensor size", reproducible=True)
+    refuses("not given the mesh", lambda mesh: mpishard.torch.problem(fresh(), losses, 48, 8))
+    module = fresh()
+    refuses("make a module for each mesh", lambda mesh: problem(mesh, module=module))
+
+
+@needs_ranks
+def test_what_cuts_a_problem_is_checked(comm):
+    module = fresh()
+    with Mesh(comm, tensor=tensor_size(comm)) as mesh:
+        problem(mesh, module=module)
+        problem(mesh, module=module)
+        with pytest.raises(ValueError, match="by plan=.*another problem|another problem.*by plan="):
+            problem(mesh, module=module, plan={"head": "colwise_rep"})
+        with pytest.raises(ValueError, match="trains this module"):
+            mpishard.torch.problem(module, losses, 48, 8)
+        plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+        with pytest.raises(ValueError, match="plan is"):
+            problem(mesh, module=fresh(kind=Transformer), plan=plan if mesh.rank else PLAN)
+    with Mesh(comm, pipeline=comm.size) as mesh, pytest.raises(ValueError, match=f"pipeline={comm.size}"):
+        problem(mesh)
