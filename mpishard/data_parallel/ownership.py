@@ -24,6 +24,7 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration, bucket_layout
 from mpishard.layout.boxes import run_lengths, run_of, split
+from mpishard.layout.run_state import Range
 from mpishard.layout.tensors import ParameterSpec, Piece
 from mpishard.optim import Rule
 from mpishard.parameters.buckets import Bucket, make_buckets
@@ -33,7 +34,6 @@ from mpishard.reduction.ordered import OrderedSums
 Array = Any
 
 
-Range = tuple[int, int]
 Span = tuple[int, int, int]
 
 

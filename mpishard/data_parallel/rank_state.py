@@ -25,6 +25,7 @@ from mpishard.layout.boxes import Box, box_size, split
 from mpishard.layout.run_state import (
     PARAMETERS,
     SLOT,
+    Range,
     RunState,
     Shard,
     counted_pieces,
@@ -38,7 +39,6 @@ from mpishard.optim.loss_scale import LossScale
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any
-Range = tuple[int, int]
 
 # The exponential moving average of the parameters, after the slots of a rule.
 EMA = "ema"

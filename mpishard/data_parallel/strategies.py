@@ -37,7 +37,7 @@ from mpishard.data_parallel.summation import (
     Summation,
     WithinWorker,
 )
-from mpishard.layout.run_state import AVERAGE_ERRORS, GRADIENT_ERRORS
+from mpishard.layout.run_state import AVERAGE_ERRORS, GRADIENT_ERRORS, Range
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.reducer import GradientReducer
 from mpishard.reduction.compressed import CompressedSums, CompressedSumsMaker
@@ -45,9 +45,6 @@ from mpishard.reduction.hierarchical import HierarchicalSums, node_axes
 from mpishard.reduction.ordered import OrderedSums
 
 Array = Any
-
-
-Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
