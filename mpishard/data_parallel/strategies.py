@@ -97,8 +97,8 @@ STAGES = (DDP, ZERO1, ZERO2, ZERO3)  # index: the stage of ZeRO
 class Strategy:
     """The communication of one optimizer over one mesh, as its `sharding` says.
 
-    Methods are collective over the mesh, in the same order on all ranks. The constructor makes all copies of the
-    parameters equal; they use the gradient buckets of this strategy.
+    Methods that send are collective over the mesh, in the same order on all ranks. The constructor makes all copies of
+    the parameters equal; they use the gradient buckets of this strategy.
     """
 
     def __init__(self, sharding: Sharding, config: ShardingConfiguration, parameters: FlatParameters) -> None:
@@ -271,7 +271,8 @@ class Strategy:
     def unit_marks(self) -> tuple[int, ...]:
         """Numbers for `agree_on_units`, of which the sync group takes the maxima in an exchange that it has anyway.
 
-        None where ranks keep whole parameters. Ranks of other stages or slices have other units, and compare none.
+        Empty where ranks keep whole parameters, and where the sync group has ranks of several stages or slices, whose
+        units are others.
         """
         sharded = self.parameters.sharded
         comparable = sharded is not None and 1 < sharded.axis.size == len(self.sync_group.members)
