@@ -243,8 +243,9 @@ class RunRecord:
     ``starts.jsonl`` has a line for each start, with the configuration, versions, layout and environment;
     ``metrics.jsonl`` a line for each step, by the first rank; ``logged.jsonl`` the values given to `log`;
     ``processes/HOST-PID.jsonl`` lines of a process: times of its steps and their phases, and bytes sent by axis;
-    ``ends.jsonl`` a line for each start that ended in order, with the last step and the reason.  Files are appended to,
-    so a run that is continued in the same folder has one record, and so have several calls of `minimize` in one script.
+    ``ends.jsonl`` a line for each start that ended in order, with the last step and the reason; ``audits.jsonl`` what
+    audits have found, and ``deaths.jsonl`` the ranks that have died.  Files are appended to, so a run that is continued
+    in the same folder has one record, and so have several calls of `minimize` in one script.
     Of a step repeated from a checkpoint the last line counts; ``start`` in it is the number of that start.
     ``mpishard plot FOLDER`` draws it.
 

@@ -1,7 +1,7 @@
 """Where the processes of a run are, on request; `mpishard.watch.diagnosis` says from that why the run hangs.
 
 `StackReporter` answers in each process: its stack, and the collective in which it waits.  `ask` asks all through the
-run's folder, and finds those that do not answer.
+run's folder, and finds those that do not answer.  `ask_for_trace` asks for a trace of the next steps in the same way.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _RECENT = 5  # calls
 class StackReporter(Sampler):
     """A thread that writes ``processes/HOST-PID.where.json`` on request, so that a blocked process answers too.
 
-    A request is a new file ``why`` in the folder of the record, or SIGQUIT (the stack is then of that moment).  The
-    thread also calls `flush` periodically, and `trace` with the first and last step from a new note ``trace-next`` in
-    that folder.
+    A request is a new file ``why`` in the folder of the record, or SIGQUIT, which also writes the stack of that moment.
+    The thread also calls `flush` periodically, and `trace` with the first and last step from a new note ``trace-next``
+    in that folder.
     """
 
     def __init__(
