@@ -187,7 +187,10 @@ def _gone(answer: Mapping[str, Any]) -> str:
 
 
 def _frozen(answer: Mapping[str, Any], folder: Path, asked: float) -> dict[str, Any] | None:
-    """The answer of a rank that has only written its stack; None if it has not.  `asked`: of one that is gone, when."""
+    """The answer of a rank that has only written its stack; None if it has written none.
+
+    Its time is now; of a rank that is gone when it was `asked`, or when it wrote, if that was later.
+    """
     path = folder / f"{answer['host']}-{answer['process']}{STACK}"
     text, written = read(path, links=False).decode(errors="replace"), time_of(path)
     if not text:

@@ -22,7 +22,7 @@ from mpishard.watch.sampler import RUNS, WAITS
 GUARD = "--guard"
 # It reads the files of all ranks every twentieth of the time limit, and at most so often.
 _SHARE, _LOOK_S = 1 / 20, 0.5
-_ANSWER_S = 4.0
+_ANSWER_S = 4.0  # for the answers of all ranks
 # From the request to end the job until the guard kills rank 0, which ends it too.
 _ABORT_S = 4.0
 

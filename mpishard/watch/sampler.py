@@ -27,7 +27,7 @@ REQUEST, END, PROCESSES, WHERE, STACK = "why", "end.json", "processes", ".where.
 RUNS, WAITS, ENDED, FAILED = "runs", "waits", "ended", "failed"
 # How often the thread looks; it is also how precisely it knows how long the main thread has been in a call.
 LOOK_S = 1.0
-LONG_S = 15.0
+LONG_S = 15.0  # after such a wait a rank asks all by itself
 # If the thread cannot look for this many seconds, the stack is written without it.
 _FROZEN_S = 5.0
 # With a time limit of fewer seconds so long after it: MPI_Init keeps Python's lock, and is no hang.
@@ -38,7 +38,7 @@ _LOOKS = 4
 _LATE, _LATE_S = 0.1, 15.0
 # Between the ranks, of which the first that can ends the job: Open MPI's launcher may not end after several aborts.
 _TURN_S, _TURNS = 0.5, 5
-_DEEP = 20
+_DEEP = 20  # frames of the program in an answer; those of libraries are among the first so many only
 _FOLDER = str(Path(__file__).parent) + os.sep
 _RUNNERS = (_FOLDER, str(Path(__file__).parents[1] / "launch" / "worker.py"), "<frozen runpy>")
 # Calls of the system that wait for a file, by their numbers on each machine; the first argument is a descriptor if the
