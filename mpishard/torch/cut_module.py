@@ -203,7 +203,7 @@ class CutModule:
         }
 
     def spec(self, name: str, shape: tuple[int, ...]) -> ParameterSpec:
-        """The spec of a parameter that has a shape here."""
+        """The spec of a parameter that has a shape here. Not collective."""
         part = self._parts.get(name)
         if part is None:
             return ParameterSpec(name, shape, partial=name in self._terms)
@@ -215,7 +215,7 @@ class CutModule:
         return ParameterSpec(name, part.shape, parts=tuple(boxes), packed=part.packed)
 
     def own_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of this rank's part of a parameter of some shape."""
+        """The shape of this rank's part of a parameter of some shape. Not collective."""
         part = self._parts.get(name)
         if part is None:
             return shape

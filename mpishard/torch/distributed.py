@@ -33,7 +33,7 @@ from mpishard.torch.module import (
     state_of,
 )
 from mpishard.torch.module_optimizer import ModuleOptimizer
-from mpishard.torch.sequences import SequenceModule
+from mpishard.torch.sequences import PLAN, SequenceModule
 from mpishard.torch.staged_module import StagedModule
 from mpishard.torch.stages import layers_of
 from mpishard.torch.torch_rule import rule_of_optimizer
@@ -178,7 +178,7 @@ def as_distributed(
             _check_stages(module, optimizer, zero)
         checks_pass = flag("check_plan", check_plan) and (materialize is None or (zero != 3 and ranks == 1))
         cuts: CutModule | None
-        if isinstance(plan, str) and plan == "sequence":
+        if isinstance(plan, str) and plan == PLAN:
             cuts = SequenceModule.of_model(module, mesh, tensors.trained, tensors.frozen, checks_pass=checks_pass)
         else:
             cuts = CutModule.of(module, plan, mesh, tensors.trained, tensors.frozen, checks_pass=checks_pass)

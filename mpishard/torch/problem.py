@@ -68,7 +68,7 @@ def problem(
     materialize : path or callable, optional
         As for `mpishard.torch.as_distributed`.
     plan, check_plan : mapping, bool
-        As for `mpishard.torch.as_distributed`.
+        As for `mpishard.torch.as_distributed`, but for the plan "sequence", which a problem does not take.
     facts : mapping, optional
         As for `OptimizationProblem`.
     **options

@@ -172,7 +172,7 @@ def _attention(
 
 
 def _mask(*, q_length: int, kv_length: int, q_offset: Any = 0, **options: Any) -> Any:
-    """The mask of all tokens, in a pass of a rank's tokens; None for a causal one. The length is that of the keys."""
+    """The mask of all tokens, as queries and keys, in a pass of a rank's tokens; None for a causal one."""
     from transformers.masking_utils import sdpa_mask
 
     return sdpa_mask(q_length=kv_length, kv_length=kv_length, q_offset=0, **options)
