@@ -49,7 +49,7 @@ class EvaluationFailed(Exception):
 
 
 def failure_in_words(minimizer: Minimizer, reason: str, rank: int | None = None) -> str:
-    """What a result says of a trial whose evaluation has failed, the last one, on this rank of several."""
+    """What a result says of the last trial whose evaluation has failed; `rank` is where, if there are several."""
     where = "" if rank is None else f" on rank {rank}"
     return (
         f"an evaluation failed{where}: {reason or EvaluationFailed.__name__}; the longest step of its line search that "

@@ -254,7 +254,7 @@ class Comparison:
     def hashes(self, flat: Array | None) -> tuple[int, int]:
         """Hashes of a vector, and of its tensors that all tensor ranks hold, which ranks exchange before `check`.
 
-        0 where nothing is to be compared; None for a missing vector, which other ranks learn elsewhere.
+        0 where nothing is to be compared, and for a missing vector (None), of which other ranks learn elsewhere.
         """
         if not self._is_due or flat is None:
             return 0, 0

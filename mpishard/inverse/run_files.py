@@ -18,7 +18,7 @@ from mpishard.minimizers.least_squares import SAME_FUNCTION
 from mpishard.record import RunRecord
 
 _START = "start.json"  # the fact about the start
-LOOP_NUMBERS = "least_squares.json"  # the fact about methods with a loop of their own, of which the first was this one
+LOOP_NUMBERS = "least_squares.json"  # the fact about a method with a loop of its own; named after the first of these
 
 
 def check_files(checkpoints: Any, resume: Any, record: Any, mesh: Mesh) -> None:
