@@ -132,7 +132,7 @@ def as_distributed(
         the order of their calls, as ``["layers.4", "layers.8"]``; or a plan as that of transformers, whose keys are the
         names of submodules and lists in this order.  Default: the plan of the module, ``config.base_model_pp_plan``; or
         for a ``Sequential``, or a module with one ``ModuleList`` around its layers, equally many layers of the list a
-        stage.
+        stage.  Then ``p.grad`` cannot be used.
     schedule : {"1f1b", "gpipe", "interleaved"}
         The order in which pipeline stages work, see `mpishard.pipeline.schedule`.
     chunks : int

@@ -27,9 +27,7 @@ from mpishard.parameters.reducer import NoSync
 from mpishard.torch.gradient_hooks import CLIP, DROP, STEP, LocalHooks, LoopHooks, MeanHooks, SentHooks
 from mpishard.torch.live_groups import ParameterGroups, RuleGroups, groups_of
 from mpishard.torch.micro_batches import ModulePasses
-from mpishard.torch.module import (
-    ModuleState,
-)
+from mpishard.torch.module import ModuleState
 from mpishard.torch.own_steps import WholeSteps
 from mpishard.torch.torch_state import TorchStateConverter, settings_of_state_dict, steps_of
 from mpishard.training.saving import load_checkpoint, save_checkpoint
@@ -99,14 +97,14 @@ class ModuleOptimizer(torch.optim.Optimizer):
 
         Then layers may be frozen or not, added or moved, and `as_distributed` takes the module again, as for gradual
         unfreezing.  An optimizer that nobody holds any more is closed.  Calling it twice does nothing.  Under
-        ``zero=3`` and on tensor ranks the module has all parameters afterwards; it cannot be used if nobody holds an
-        optimizer that was not closed.
+        ``zero=3``, and on tensor or pipeline ranks, the module has all parameters afterwards; it cannot be used if
+        nobody holds an optimizer that was not closed.
 
-        Collective under ``zero=3`` and on tensor ranks, and if a backward pass outside of `no_sync` was made since the
-        last step.
+        Collective under ``zero=3`` and on tensor or pipeline ranks, and if a backward pass outside of `no_sync` was
+        made since the last step.
         """
         if self._end.alive:
-            self._check_not_summoned("close()")
+            self._state.check_not_summoned("close()")
             self._state.hooks.drop()
             self._state.unshard()
         self._end()
@@ -118,9 +116,6 @@ class ModuleOptimizer(torch.optim.Optimizer):
         if not isinstance(hooks, LoopHooks):
             raise ValueError("a problem of mpishard.torch has trained this module since: call as_distributed again")
         return hooks
-
-    def _check_not_summoned(self, what: str, **how: str) -> None:
-        self._state.check_not_summoned(what, **how)
 
     @property
     def module(self) -> Any:
@@ -320,7 +315,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         """Scale all gradients so that their global norm is at most `max_norm`, for any `zero`; as FSDP's method.
 
         ``torch.nn.utils.clip_grad_norm_(module.parameters(), ...)`` does the same where ``p.grad`` has values: under
-        ``zero=0`` and ``zero=1``, without tensor ranks.
+        ``zero=0`` and ``zero=1``, without tensor and pipeline ranks.
 
         Parameters
         ----------
@@ -576,7 +571,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         Path
             The folder of the checkpoint.
         """
-        self._check_not_summoned("save_checkpoint()", would="save the values from before it")
+        self._state.check_not_summoned("save_checkpoint()", would="save the values from before it")
         self._state.take_values()
         return save_checkpoint(folder, self.parameters, self.optimizer, **options)
 
@@ -595,7 +590,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         dict
             The facts of the checkpoint.
         """
-        self._check_not_summoned("load_checkpoint()")
+        self._state.check_not_summoned("load_checkpoint()")
         facts = load_checkpoint(folder, self.parameters, self.optimizer)
         self._state.hooks.clear()
         self._groups.show(self.optimizer.steps)
