@@ -27,7 +27,7 @@ _NO_SOLUTION = (
     "the constraints may have no common solution, or the minimum no multipliers, or adjoint is not that of their "
     "Jacobian, which mpishard.check_adjoint tests"
 )
-_GROWS, _SOON = 1.5, 3  # multipliers that none exist for grow by this factor, after so many minimisations
+_STILL_GROWS, _SOON = 1.5, 3  # multipliers that none exist for grow by this factor, after so many minimisations
 _NO_MULTIPLIERS = (
     "; the multipliers still grow, the largest from {:.3g} to {:.3g} in the last minimisation: the minimum may have "
     "none, as where gradients of constraints are dependent, and then x is less exact than ctol: compare a smaller one"
@@ -94,7 +94,7 @@ class Corrections:
         met = max(distances.violation, distances.complementarity) <= self._ctol
         if met and progress.projected_norm <= self._gtol:
             text = f"converged: the constraints are met to ctol={self._ctol:g}, the gradient to gtol={self._gtol:g}"
-            if course.minimizations >= _SOON and distances.multiplier > _GROWS * distances.shift:
+            if course.minimizations >= _SOON and distances.multiplier > _STILL_GROWS * distances.shift:
                 text += _NO_MULTIPLIERS.format(distances.shift, distances.multiplier)
             return Verdict(course, "gradient", text)
         moves = distances.residual < 0.5 * course.lowest or reason == "gradient"
