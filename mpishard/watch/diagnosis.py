@@ -154,7 +154,7 @@ def _awaited(wait: Wait, waits: Mapping[int, Wait]) -> set[int]:
 
 
 def _meet(one: Wait, other: Wait) -> bool:
-    """Return True if a message goes between two calls, if their communicators and tags are the same."""
+    """Return True if two calls name each other; `_unmatched` compares their communicators and tags."""
     return (one.to == other.rank and other.source in (one.rank, ANY)) or (
         other.to == one.rank and one.source in (other.rank, ANY)
     )
