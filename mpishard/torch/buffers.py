@@ -22,6 +22,12 @@ _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _HALF = (torch.float16, torch.bfloat16)
 
 
+def check_mode(buffers: Any) -> None:
+    """Raise ValueError unless this is a treatment of buffers."""
+    if buffers not in MODES:
+        raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
+
+
 class BufferOwner:
     """The buffers of one module at the time of `as_distributed`, without those of its submodules.
 

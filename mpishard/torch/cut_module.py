@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +30,7 @@ from mpishard.torch.memory import as_array, as_reals, broadcast_values, finish_s
 from mpishard.torch.plan_checks import PassRecord, ReplicaGradients, copied, is_plain
 from mpishard.torch.plans import LayerCut, dropout_rate, planned, terms_of
 from mpishard.torch.tensor_ops import moved
-from mpishard.torch.units import HOW_TO_SAVE, plain_name, tensors_in
+from mpishard.torch.units import HOW_TO_SAVE, ModuleHook, plain_name, tensors_in, uncompiled
 
 _OF_PARTS = (
     "this was a pass with one rank's part of each layer that the plan cuts.  If the whole module takes these inputs, "
@@ -71,13 +70,6 @@ class _Layer:
     @property
     def gives(self) -> str:
         return f"the output of {self.cut.path!r}"
-
-
-class _Hook(partial):
-    """What a `CutModule` has put into the module, which pickle and copy meet first."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.args[0].__reduce_ex__(protocol)
 
 
 class CutModule:
@@ -122,7 +114,7 @@ class CutModule:
         self._is_lost = False
         self._is_local = False  # a pass sends nothing, and has the shapes of its tensors only
         self._record: PassRecord | None = None  # of the pass under way
-        self._is_unchecked = checks_pass  # a pass shall be compared with one of the whole module
+        self._check_is_due = checks_pass  # a pass shall be compared with one of the whole module
         self._fits_whole = True  # which a rank has room for
         self.problem: ValueError | None = None  # what the comparison of gradients has found
 
@@ -141,7 +133,7 @@ class CutModule:
 
         Not collective. Raises TypeError or ValueError if the plan does not fit the module or the mesh.
         """
-        module = getattr(module, "_orig_mod", module)
+        module = uncompiled(module)
         ranks = mesh.tensor.size
         if plan is None and ranks == 1:
             return None
@@ -270,18 +262,18 @@ class CutModule:
         run, check, before, after = map(torch.compiler.disable, own)
         for layer in self._layers:
             cut = layer.cut
-            cut.layer.forward = _Hook(run, self, layer)
+            cut.layer.forward = ModuleHook(run, self, layer)
             # PyTorch has paths past the forward pass of a layer, which it takes for layers without hooks.
-            self._handles.append(cut.layer.register_forward_pre_hook(_Hook(check, self, cut)))
+            self._handles.append(cut.layer.register_forward_pre_hook(ModuleHook(check, self, cut)))
         parts = {id(self._tensors[name]) for name in self._parts}
-        refuse = _Hook(CutModule._check_summoned, self)
+        refuse = ModuleHook(CutModule._check_summoned, self)
         for child in self._module.modules():
             if any(id(p) in parts for p in child.parameters()):
                 self._handles.append(child.register_state_dict_pre_hook(refuse))
                 self._handles.append(child.register_load_state_dict_pre_hook(refuse))
         self._handles += [
-            self._module.register_forward_pre_hook(_Hook(before, self), prepend=True, with_kwargs=True),
-            self._module.register_forward_hook(_Hook(after, self), always_call=True),
+            self._module.register_forward_pre_hook(ModuleHook(before, self), prepend=True, with_kwargs=True),
+            self._module.register_forward_hook(ModuleHook(after, self), always_call=True),
         ]
 
     def watch_gradients(self) -> None:
@@ -290,7 +282,7 @@ class CutModule:
         Not collective.
         """
         for name, p in self._gradients.tensors.items():
-            hook = _Hook(CutModule._note_gradient, self, name)
+            hook = ModuleHook(CutModule._note_gradient, self, name)
             self._noting.append(p.register_post_accumulate_grad_hook(hook))
 
     def remove(self, restores: bool) -> None:
@@ -465,8 +457,8 @@ class CutModule:
         gather them. Unless the whole module `fits_whole` a rank, only the shapes of a pass are checked.
         """
         self._fits_whole = fits_whole
-        if self._is_unchecked:
-            hook = _Hook(torch.compiler.disable(type(self)._check_pass), self, gathered)
+        if self._check_is_due:
+            hook = ModuleHook(torch.compiler.disable(type(self)._check_pass), self, gathered)
             self._handles.append(self._module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
 
     def _check_pass(self, gathered: Any, module: Any, args: Any, kwargs: Any) -> None:
@@ -477,7 +469,7 @@ class CutModule:
         if self._summoned:
             return
         self._meet()
-        if not self._is_unchecked:
+        if not self._check_is_due:
             return
         self._agree_on_inputs(args, kwargs)
         if not is_plain((args, kwargs)):
@@ -519,23 +511,23 @@ class CutModule:
                     "layers packed in one, as a qkv that chunk(3, -1) takes apart, need ('packed_colwise', 3); "
                     "for a module that gives other numbers each time, check_plan=False"
                 ) from None
-        self._is_unchecked = False
+        self._check_is_due = False
 
     def _meet(self) -> None:
         """Where other ranks have taken the places of some: compare nothing more that any of them has compared."""
         if self._met == self._axis.times_bound:
             return
-        compared = np.array([not self._is_unchecked, self._gradients.steps], np.int64)
+        compared = np.array([not self._check_is_due, self._gradients.steps], np.int64)
         self._axis.all_reduce(compared, op="max", label="control")
         was_checked, steps = compared.tolist()
-        self._is_unchecked = not was_checked
+        self._check_is_due = not was_checked
         self._gradients.begin_after(steps)
         self._met = self._axis.times_bound
 
     @property
-    def is_unchecked(self) -> bool:
+    def check_is_due(self) -> bool:
         """Whether a pass shall be compared with one of the whole module."""
-        return self._is_unchecked
+        return self._check_is_due
 
     def check_pass(self, module: Any, args: Any, kwargs: Any) -> None:
         """Compare a pass with these arguments now, as of a module that a pipeline passes in stages."""
@@ -631,7 +623,7 @@ class CutModule:
     def compare_gradients(self) -> None:
         """In the first steps compare the gradients of what all ranks have whole; `problem` is what is wrong."""
         self.problem = self._gradients.compare() or self.problem
-        if self._is_unchecked and self._gradients.steps == 1 and self._mesh.rank == 0:
+        if self._check_is_due and self._gradients.steps == 1 and self._mesh.rank == 0:
             log.inform(
                 "the plan was not compared with the whole module: no pass of the module itself had tensors and plain "
                 "values as its arguments; call the module, and not its parts"
@@ -685,7 +677,8 @@ def specs_of(tensors: Mapping[str, Any], cuts: CutModule | None) -> list[Paramet
 def check_is_whole(module: Any) -> None:
     """Raise ValueError if a module was cut by an optimizer that nobody holds any more."""
     for path, layer in module.named_modules():
-        if isinstance(vars(layer).get("forward"), _Hook):
+        forward = vars(layer).get("forward")
+        if isinstance(forward, ModuleHook) and isinstance(forward.args[0], CutModule):
             raise ValueError(
                 f"{plain_name(path)!r} has a part of its layer only: the optimizer of as_distributed, which has cut "
                 "the module over tensor ranks, was collected as garbage; call its close() before, on all ranks"

@@ -18,7 +18,7 @@ from mpishard.data_parallel.models import configuration_of, optimizer_of_whole_m
 from mpishard.data_parallel.optimizers import ZeRO1WithGradients
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.torch.batch_norm import has_norms_over_ranks
-from mpishard.torch.buffers import MODES
+from mpishard.torch.buffers import check_mode
 from mpishard.torch.cut_module import CutModule
 from mpishard.torch.layer_filler import LayerFiller
 from mpishard.torch.live_groups import LiveGroups, RuleGroups, groups_of
@@ -203,8 +203,7 @@ def as_distributed(
         if zero == 1 and cuts is None and staged is None and is_plain:
             optimizer = ZeRO1WithGradients(optimizer.rule, config)
         groups = groups_of(optimizer.rule, tensors.trained)
-        if buffers not in MODES:
-            raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
+        check_mode(buffers)
         same |= {"zero": zero, "buffers": buffers, **tensors.described}
         same |= {"schedule": schedule, "chunks": chunks, "microbatches": order.microbatches}
         if zero == 3:

@@ -21,7 +21,7 @@ from mpishard.io.weight_files import DTYPES, StoredWeight, WeightFiles, stored_t
 from mpishard.torch.cut_module import CutModule
 from mpishard.torch.memory import broadcast_values, give_memory
 from mpishard.torch.staged_module import StagedModule
-from mpishard.torch.units import plain_name
+from mpishard.torch.units import plain_name, uncompiled
 
 
 class LayerFiller:
@@ -44,7 +44,7 @@ class LayerFiller:
         self.ranks = ranks  # those that fill the module together
         self._cuts = cuts
         self._stages = stages
-        self._module = getattr(module, "_orig_mod", module)
+        self._module = uncompiled(module)
         self._files: _ModuleFiles | None = None
         self._have_read: set[int] = set()  # ids of parameters
         self._fill: Callable[[Any], Any] = materialize

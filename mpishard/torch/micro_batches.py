@@ -145,7 +145,7 @@ class PipelinedPasses(ModulePasses):
         self._pipeline = Pipeline(axis, chunks, settings.name, parameters)
         self._surveys: dict[Any, Survey] = {}
         self._replica = ModelParallelGroup(mesh.tensor, axis, mesh.rank)
-        self._checks_plan = staged.cuts is not None and staged.cuts.is_unchecked  # in the next pass
+        self._checks_plan = staged.cuts is not None and staged.cuts.check_is_due  # in the next pass
 
     def train(self, optimizer: PassTaker, function: Any, batch: tuple[Any, ...], reduction: str) -> float:
         loss = self._pipeline.train(self._prepared(optimizer, function, batch, reduction, True))

@@ -38,7 +38,7 @@ from mpishard.torch.memory import (
 from mpishard.torch.plans import planned
 from mpishard.torch.sharded_module import ShardedModule
 from mpishard.torch.staged_module import StagedModule, check_has_all_stages
-from mpishard.torch.units import Unit, plain_name, units_of, units_text
+from mpishard.torch.units import Unit, plain_name, uncompiled, units_of, units_text
 
 Array = Any
 
@@ -240,7 +240,7 @@ class UnitSharding:
         """How a module, compiled or not, is divided; raises as `units_of`."""
         names = {id(p): name for name, p in tensors.trained.items()}
         frozen = {id(p): name for name, p in tensors.frozen.items()} if divides_frozen else {}
-        units = units_of(getattr(module, "_orig_mod", module), shard_units, names, frozen)
+        units = units_of(uncompiled(module), shard_units, names, frozen)
         return cls(units, axis, divides_frozen)
 
     @property
@@ -632,5 +632,5 @@ def known_state(module: Any) -> ModuleState | None:
 
 def _known(module: Any) -> tuple[Any, ModuleState | None]:
     """The module before `torch.compile`, and its state if it has one."""
-    module = getattr(module, "_orig_mod", module)
+    module = uncompiled(module)
     return module, _states.get(module)

@@ -135,8 +135,8 @@ def styles_of(module: Any, plan: Any) -> dict[str, Style]:
         plan = getattr(module, "tp_plan", None) or {}
     if not isinstance(plan, Mapping):
         raise TypeError(
-            "plan must map patterns of layers to styles, as {'layers.*.up': 'colwise'}, or be 'sequence', got "
-            f"{kind_of(plan)}"
+            "plan must map patterns of layers to styles, as {'layers.*.up': 'colwise'}, or be 'sequence' in "
+            f"as_distributed, got {kind_of(plan)}"
         )
     paths, names = list(filter(None, named_layers(module))), named_parameters(module)
     found: dict[str, tuple[str, Style]] = {}

@@ -15,7 +15,7 @@ from mpishard.backend.process import blas_threads
 from mpishard.comm.agreement import opening
 from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.parameters.flat import FlatParameters
-from mpishard.torch.buffers import MODES
+from mpishard.torch.buffers import check_mode
 from mpishard.torch.cut_module import CutModule
 from mpishard.torch.gradient_hooks import LoopHooks
 from mpishard.torch.layer_filler import LayerFiller
@@ -90,8 +90,8 @@ def problem(
     with opening(world, "problem") as same:  # a class of the user's may raise, too
         if not callable(losses):
             raise TypeError(f"losses must be a function of the module and sample indices, got {type(losses).__name__}")
-        if buffers not in MODES:
-            raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
+        check_mode(buffers)
+        checks_pass = flag("check_plan", check_plan)
         has_loop = known is not None and isinstance(known.hooks, LoopHooks)
         _check_mesh(mesh, shard_units, materialize, plan)
         earlier = None if has_loop or known is None or not known.is_divided_over(mesh) else known  # of another problem
@@ -106,7 +106,6 @@ def problem(
                 sharding = UnitSharding.of(module, tensors, shard_units, mesh.data, divides_frozen=False)
             if earlier is None:
                 trained, frozen = tensors.trained, tensors.frozen
-                checks_pass = flag("check_plan", check_plan)
                 cuts = CutModule.of(module, plan, mesh, trained, frozen, checks_pass=checks_pass)
                 same |= tensors.described
                 if materialize is not None:

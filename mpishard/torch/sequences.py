@@ -27,7 +27,7 @@ from mpishard.torch.cut_module import CutModule
 from mpishard.torch.memory import as_array, finish_stream
 from mpishard.torch.plan_checks import PassRecord, copied
 from mpishard.torch.tensor_ops import HALF, moved
-from mpishard.torch.units import tensors_in
+from mpishard.torch.units import tensors_in, uncompiled
 
 PLAN = "sequence"
 _ATTENTION = "mpishard_sequence"  # its name in transformers
@@ -213,7 +213,7 @@ class SequenceModule(CutModule):
 
         Raises ValueError if its sequences cannot be divided.
         """
-        module, ranks = getattr(module, "_orig_mod", module), mesh.tensor.size
+        module, ranks = uncompiled(module), mesh.tensor.size
         why = _why_not(module)
         if why:
             raise ValueError(
@@ -305,7 +305,7 @@ class SequenceModule(CutModule):
 
     def _check_pass(self, gathered: Any, module: Any, args: Any, kwargs: Any) -> None:
         """Before the first pass: compare one of the first tokens with that of the whole module."""
-        if self._summoned or not self._is_unchecked:
+        if self._summoned or not self._check_is_due:
             return
         self._agree_on_inputs(args, kwargs)
         given = self._named(args, kwargs)
@@ -334,7 +334,7 @@ class SequenceModule(CutModule):
                     f"this {type(module).__name__} computes something else on a part of its tokens: {error}.  Beside "
                     f"its attentions, each token must be for itself: {_OTHER_PLAN}"
                 ) from None
-        self._is_unchecked = False
+        self._check_is_due = False
 
     def compare_gradients(self) -> None:
         """In the first steps find gradients of passes that were not divided."""

@@ -31,14 +31,7 @@ from mpishard.torch.cut_module import CutModule, specs_of
 from mpishard.torch.layer_filler import LayerFiller
 from mpishard.torch.memory import array_module, finish_stream, master_dtype
 from mpishard.torch.unit_storages import UnitStorages
-from mpishard.torch.units import Unit, UnitCall, tensors_in, units_text
-
-
-class _Hook(partial):
-    """A hook of a unit, which pickle meets first."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.args[0].__reduce_ex__(protocol)
+from mpishard.torch.units import ModuleHook, Unit, UnitCall, tensors_in, units_text
 
 
 class ShardedModule:
@@ -121,7 +114,7 @@ class ShardedModule:
         # torch.compile would try to trace the messages, and warn of each function that it does not know.
         before_any, after_any = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
         for unit in self.units:
-            before, after = _Hook(before_any, unit), _Hook(after_any, unit)
+            before, after = ModuleHook(before_any, unit), ModuleHook(after_any, unit)
             self._handles += [
                 unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                 unit.module.register_forward_hook(after, always_call=True),

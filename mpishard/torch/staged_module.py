@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +22,7 @@ from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
 from mpishard.torch.cut_module import CutModule
 from mpishard.torch.memory import as_reals, broadcast_values
 from mpishard.torch.stages import StageLayer
-from mpishard.torch.units import HOW_TO_SAVE, plain_name
+from mpishard.torch.units import HOW_TO_SAVE, ModuleHook, plain_name
 
 
 class Walk(Protocol):
@@ -31,15 +30,6 @@ class Walk(Protocol):
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What a layer returns."""
-
-
-class _Hook(partial):
-    """What a `StagedModule` has put into the module, which pickle and copy meet first."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"a module cut into pipeline stages belongs to its mesh and cannot be copied or pickled: {HOW_TO_SAVE}"
-        )
 
 
 class StagedModule:
@@ -101,7 +91,9 @@ class StagedModule:
         return f"{len(self.layers)} layers [{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}]"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("the stages of a module belong to its mesh and cannot be copied or pickled")
+        raise TypeError(
+            f"a module cut into pipeline stages belongs to its mesh and cannot be copied or pickled: {HOW_TO_SAVE}"
+        )
 
     # -- the parameters of this rank ----------------------------------------------------------------------------------
 
@@ -174,8 +166,8 @@ class StagedModule:
         for number, layer in enumerate(self.layers):
             self._forwards.append(layer.module.forward)
             self._replaced.append(vars(layer.module).get("forward"))
-            layer.module.forward = _Hook(run, self, number)
-        refuse = _Hook(StagedModule._check_summoned, self)
+            layer.module.forward = ModuleHook(run, self, number)
+        refuse = ModuleHook(StagedModule._check_summoned, self)
         for child in self.module.modules():
             self._handles.append(child.register_state_dict_pre_hook(refuse))
             self._handles.append(child.register_load_state_dict_pre_hook(refuse))
@@ -342,7 +334,8 @@ def _stages_of(layers: list[StageLayer], tensors: Mapping[str, Any], count: int)
 def check_has_all_stages(module: Any) -> None:
     """Raise ValueError if a module was cut into stages by an optimizer that nobody holds any more."""
     for path, child in module.named_modules():
-        if isinstance(vars(child).get("forward"), _Hook):
+        forward = vars(child).get("forward")
+        if isinstance(forward, ModuleHook) and isinstance(forward.args[0], StagedModule):
             raise ValueError(
                 f"{plain_name(path)!r} is a layer of a stage: the optimizer of as_distributed, which has cut the "
                 "module, was collected as garbage; call its close() before, on all ranks"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,18 @@ HOW_TO_SAVE = (
     "to save it, call save_checkpoint() of the optimizer of as_distributed, or give torch.save() what its state_dict() "
     "returns within summon_full_parameters; to copy it, call close() on all ranks before"
 )
+
+
+class ModuleHook(partial):
+    """A function that was put into a module, and its arguments: the first has what pickle and copy shall raise."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.args[0].__reduce_ex__(protocol)
+
+
+def uncompiled(module: Any) -> Any:
+    """The module before `torch.compile`."""
+    return getattr(module, "_orig_mod", module)
 
 
 @dataclass(eq=False)
