@@ -92,7 +92,7 @@ def loaded_mpi() -> Any:
 def call_in(frame: types.FrameType) -> dict[str, Any] | None:
     """The call of mpi4py that a frame waits in, as plain values; None if it is in none.
 
-    Beside the fields of `call_on_line`, for a communicator, window or file that can be read: `members`, its ranks as
+    Beside the fields of `call_on_line`, for a communicator or window that can be read: `members`, its ranks as
     ranks of MPI_COMM_WORLD (None: all of these), `size`, and `identity`, a text that mostly differs between
     communicators of the same ranks and is the same on all ranks of one.
     """
@@ -166,10 +166,15 @@ def _is_a(value: Any, kind: type) -> bool:
 
 
 def _members(mpi: Any, of: Any) -> dict[str, Any]:
-    """Ranks and identity of a communicator, window or file; nothing where only the main thread may call MPI."""
-    if mpi.Is_finalized() or mpi.Query_thread() != mpi.THREAD_MULTIPLE or isinstance(of, mpi.Request | mpi.Message):
+    """Ranks and identity of a communicator or window; nothing where only the main thread may call MPI.
+
+    Nothing of a file either: a call on one locks it, under MPICH all files, so that asking would wait for its end.
+    """
+    if mpi.Is_finalized() or mpi.Query_thread() != mpi.THREAD_MULTIPLE:
         return {}
-    if of in (mpi.COMM_NULL, mpi.WIN_NULL, mpi.FILE_NULL):
+    if isinstance(of, mpi.Request | mpi.Message | mpi.File):
+        return {}
+    if of in (mpi.COMM_NULL, mpi.WIN_NULL):
         return {"is_null": True}
     world = mpi.COMM_WORLD.Get_group()
     is_comm = isinstance(of, mpi.Comm)

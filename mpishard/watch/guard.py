@@ -20,8 +20,8 @@ from mpishard.watch.folder import ask, end_job, read_folder
 from mpishard.watch.sampler import RUNS, WAITS
 
 GUARD = "--guard"
-# It reads the files of all ranks every twentieth of the time limit, and at most so often.
-_SHARE, _LOOK_S = 1 / 20, 0.5
+# It reads the files of all ranks every twentieth of the time limit, at most and at least so often.
+_SHARE, _LOOK_S, _REST_S = 1 / 20, 0.5, 600.0
 _ANSWER_S = 4.0  # for the answers of all ranks
 # From the request to end the job until the guard kills rank 0, which ends it too.
 _ABORT_S = 4.0
@@ -38,7 +38,7 @@ def start_guard(folder: Path, limit: float) -> None:
 
 def guard(folder: Path, limit: float) -> int:
     """Watch the waits of all ranks until rank 0 ends, or end the job; returns an exit code."""
-    parent, every = os.getppid(), max(min(_LOOK_S, limit / 2), _SHARE * limit)
+    parent, every = os.getppid(), max(min(_LOOK_S, limit / 2), min(_SHARE * limit, _REST_S))
     while not select.select([sys.stdin], [], [], every)[0] and os.getppid() == parent:
         try:
             if _longest_wait(folder) <= limit:

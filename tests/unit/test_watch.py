@@ -96,6 +96,13 @@ def test_receivers_and_peers(form: str) -> None:
     assert (found["op"], found["on"], found["source"], found["tag"]) == ("Recv", *expected[form])
 
 
+def test_a_file_is_not_asked_for_its_ranks(tmp_path: Path) -> None:
+    """Its lock is held by the call that is looked at."""
+    file = MPI.File.Open(MPI.COMM_SELF, str(tmp_path / "x"), MPI.MODE_CREATE | MPI.MODE_WRONLY)
+    assert calls._members(MPI, file) == {} and calls._members(MPI, MPI.COMM_SELF)["size"] == 1
+    file.Close()
+
+
 def test_no_code_of_the_program_runs() -> None:
     solver = Solver(COMM)
     names = {"solver": solver, "x": 3, "n": 0}
@@ -533,6 +540,12 @@ def test_a_wait_ends_after_its_time_limit(tmp_path: Path) -> None:
     assert "likely cause: rank 0 waits for itself" in done.stderr
     asked = read_folder(*jobs(tmp_path / "watch"))
     assert [finding.kind for finding in diagnose(asked.answers, asked.absent, asked.ranks)] == ["cycle"]
+
+
+@pytest.mark.parametrize("limit", ["inf", "1e12"])
+def test_a_time_limit_without_end(limit: str, tmp_path: Path) -> None:
+    done = watched("import time; time.sleep(1)", tmp_path, "--timeout", limit)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
 
 
 def test_a_wait_with_the_lock_ends_too(tmp_path: Path) -> None:
