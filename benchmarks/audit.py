@@ -173,6 +173,7 @@ def train_gpt(mesh: Any, audit: Any, order: int, steps: int, injection: Injectio
         seed=order,
     )
     result = mpishard.ElasticOptimizer(mpishard.AdamW(lr=1e-2), mesh, audit=audit).optimize(problem, progress=False)
+    check_end(result.stop_reason)
     return result.parameters.flat.tobytes()
 
 
@@ -188,7 +189,8 @@ def train_torch(mesh: Any, audit: Any, order: int, steps: int, injection: Inject
 
     options: Any = {"micro_batch_size": 2, "steps": steps, "seed": order}
     problem = mpishard.torch.problem(module, losses, 64, 2 * PARTS, **options)
-    mpishard.ElasticOptimizer(mpishard.AdamW(lr=1e-2), mesh, audit=audit).optimize(problem, progress=False)
+    result = mpishard.ElasticOptimizer(mpishard.AdamW(lr=1e-2), mesh, audit=audit).optimize(problem, progress=False)
+    check_end(result.stop_reason)
     return b"".join(p.detach().numpy().tobytes() for p in module.parameters())
 
 
@@ -205,7 +207,14 @@ def run_minimize(mesh: Any, audit: Any, order: int, steps: int, injection: Injec
     options = {"maxfun": steps, "gtol": 0, "ftol": 0}
     elastic = {} if audit is None else {"audit": audit}
     result = mpishard.minimize(shots, np.full(24, 0.1), mesh=mesh, samples=PARTS, elastic=elastic, options=options)
+    check_end(result.message)
     return result.x.tobytes()
+
+
+def check_end(reason: str) -> None:
+    """Raise RuntimeError if a signal has stopped the run: its bits are those of fewer steps, and no wrong ones."""
+    if "signal" in reason:
+        raise RuntimeError("a signal has stopped this run, which has no line then")
 
 
 MODELS = {"gpt": train_gpt, "torch": train_torch, "minimize": run_minimize}
