@@ -213,7 +213,7 @@ def run_minimize(mesh: Any, audit: Any, order: int, steps: int, injection: Injec
 
 def check_end(reason: str) -> None:
     """Raise RuntimeError if a signal has stopped the run: its bits are those of fewer steps, and no wrong ones."""
-    if "signal" in reason:
+    if "signal" in reason or "Ctrl-C" in reason:
         raise RuntimeError("a signal has stopped this run, which has no line then")
 
 
