@@ -578,6 +578,22 @@ def test_a_printed_script_needs_no_other_file(kind, arguments, elastic, options,
     assert code == 0 and f"{started} {options} \n" in log, log
 
 
+@pytest.mark.parametrize(
+    ("script", "launcher", "words"),
+    [
+        ("train", "auto", "-n 2 --log-dir logs -- "),
+        ("train", "elastic", "-n 2 --log-dir logs -- "),
+        ("train", "srun", "--open-mode=append --output=logs/rank-%t.log "),
+        ("array", "auto", "-n 2 --log-dir logs/lr-1e-3 -- "),
+    ],
+)
+def test_each_rank_has_a_log_of_its_own(script, launcher, words, leave, tmp_path):
+    (tmp_path / "slurm").symlink_to(TRAIN.parent)
+    (tmp_path / "srun").write_text('#!/usr/bin/env bash\ncase $* in *" -c "*) echo 2 ;; esac\n')
+    log, code, _ = leave(code=0, words=(f"slurm/{script}.sbatch", "train.py"), LAUNCHER=launcher, LOG_DIR="logs")
+    assert code == 0 and f"{words}{tmp_path}/python train.py" in log and (tmp_path / "logs").is_dir(), log
+
+
 def test_one_of_an_array_is_queued_again_by_its_full_name(leave):
     log, _, requeued = leave(SLURM_ARRAY_JOB_ID="17", SLURM_ARRAY_TASK_ID="1")
     assert requeued == ["17_1"], log
