@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from os import PathLike
 from typing import Any
@@ -47,7 +48,7 @@ def draw_l_curve(
     if corner is not None:
         panel.plot(misfits[corner], terms[corner], "*", color="#d55e00", ms=14, mec="white")
     panel.set(xlabel="misfit", ylabel="term", xscale="log", yscale="log")
-    panel.set_title(title, fontsize=9)
+    panel.set_title("\n".join(textwrap.wrap(title, 60)), fontsize=9)
     panel.tick_params("x", which="minor", labelrotation=30)  # which have labels on a short axis, long ones
     panel.margins(0.1)
     panel.grid(alpha=0.3)

@@ -688,8 +688,10 @@ def test_the_picture_of_a_curve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **_: figures.append(figure))
     for weights in (WEIGHTS[::-2], np.logspace(3, -3, 61)):
         mpishard.l_curve(weights, *hyperbola(weights), plot=tmp_path / "curve.pdf")
-    mpishard.l_curve([1, 2, 3], [1, 10, 100], [100, 10, 1], plot=tmp_path / "line.pdf")
+    mpishard.l_curve([0.1, 1, 10000], [1, 10, 100], [100, 10, 1], plot=tmp_path / "line.pdf")
     (few,), (many,), (line,) = (figure.axes for figure in figures)
+    title = line.title.get_window_extent()  # a long one
+    assert title.x0 >= 0 and title.x1 <= figures[-1].bbox.width
     for panel in (few, many):
         curve, star = panel.lines
         assert star.get_marker() == "*" and star.get_xydata().tolist() == [[2, 2]]
