@@ -254,7 +254,7 @@ def check_record(folder: Path) -> None:
     """Raise ValueError if the folder holds no record of a run; the message names a folder with one."""
     if _has_record(folder):
         return
-    written = "one is written by optimize(problem, record=mpishard.RunRecord(folder, mesh))"
+    written = "minimize and optimize write one: record=mpishard.RunRecord(folder, mesh)"
     if not folder.exists():
         raise ValueError(f"{folder} does not exist; give the folder of a run's record; {written}")
     if not folder.is_dir():
