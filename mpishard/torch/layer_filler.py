@@ -47,6 +47,10 @@ class LayerFiller:
         self._module = uncompiled(module)
         self._files: _ModuleFiles | None = None
         self._have_read: set[int] = set()  # ids of parameters
+        self._without_values = {id(p) for p in tensors.values() if p.device.type == "meta"}
+        self._marked: set[int] = set()  # ids of what was NaN before a function of the user's
+        self._left: dict[int, str] = {}  # the names of those that are NaN after it
+        self._paths = {id(layer): name for name, layer in self._module.named_modules()}
         self._fill: Callable[[Any], Any] = materialize
         if isinstance(materialize, str | os.PathLike):
             self._files = _ModuleFiles(Path(materialize), self._module)
@@ -93,15 +97,20 @@ class LayerFiller:
                 if last[id(p)] is layer and not self.reads_parts:
                     broadcast_values(p, self.ranks)
                     p.data = self._kept(p)
+        self.check_filled()
 
     def fill(self, layer: Any, device: Any) -> None:
         """Give the buffers of a layer memory, and fill them and its parameters in place.  Not collective."""
         for key, buffer in layer._buffers.items():
             if buffer is not None and buffer.device.type == "meta":
                 layer._buffers[key] = torch.empty_like(buffer, device=device)
+                self._mark(layer._buffers[key])
         before = dict(layer._parameters)
         if not any(each is not None for each in (*before.values(), *layer._buffers.values())):
             return
+        for p in before.values():
+            if id(p) in self._without_values:
+                self._mark(p)
         storages = {key: p.untyped_storage()._cdata for key, p in before.items() if p is not None}
         with torch.no_grad():
             self._fill(layer)
@@ -111,6 +120,30 @@ class LayerFiller:
                     f"materialize has replaced {key!r} of a {type(layer).__name__}: fill parameters in place, as "
                     "reset_parameters() and functions of torch.nn.init do"
                 )
+        for key, each in (*layer._parameters.items(), *layer._buffers.items()):
+            if id(each) in self._marked:
+                name = f"{self._paths[id(layer)]}.{key}".removeprefix(".")
+                self._left.pop(id(each), None)
+                if each.isnan().all():
+                    self._left[id(each)] = plain_name(name)
+
+    def check_filled(self) -> None:
+        """Raise ValueError if a function has left parameters or buffers without values.  Collective over `ranks`."""
+        with raised_on_all(self.ranks):
+            if self._left:
+                raise ValueError(
+                    f"materialize has left {listed(list(self._left.values()))} without values, or has given only NaN: "
+                    "the function is called with each submodule that has parameters or buffers itself, and fills all "
+                    "of these, as reset_parameters() does, or _init_weights() of a model of transformers"
+                )
+
+    def _mark(self, tensor: Any) -> None:
+        """Make a tensor NaN, so that it is seen whether a function fills it.  Values of other ranks do not count."""
+        if self.reads_parts or self.ranks.rank != 0 or id(tensor) in self._marked:
+            return
+        if tensor.numel() and tensor.dtype.itemsize > 1 and (tensor.is_floating_point() or tensor.is_complex()):
+            tensor.detach().fill_(float("nan"))
+            self._marked.add(id(tensor))
 
     def _part(self, name: str, whole: Any) -> Any:
         """What this rank keeps of a parameter; None if it is on other stages."""

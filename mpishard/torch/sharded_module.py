@@ -406,6 +406,7 @@ class ShardedModule:
                     filler.fill(child, device)
             self._write_back(runs)
             self._free_runs(runs)
+        filler.check_filled()
 
     def _names_in(self, child: Any) -> list[str]:
         names = {id(p): name for name, p in self._tensors.items()}

@@ -188,6 +188,10 @@ def test_no_rank_ever_has_the_whole_module(mesh):
         chosen = fails if mesh.rank == mesh.size - 1 else fill
         names = {id(p): name for name, p in module.named_parameters()}
         mpishard.torch.as_distributed(module, mesh, RULE, zero=3, materialize=chosen)
+    with torch.device("meta"):
+        module = fresh()
+    with pytest.raises(Exception, match="materialize has left .* without values"):
+        mpishard.torch.as_distributed(module, mesh, RULE, zero=3, materialize=lambda layer: None)
 
 
 class Quantized(torch.nn.Module):

@@ -115,3 +115,43 @@ def test_what_cannot_fill_a_module_is_refused(tmp_path):
         filled(on_meta(Forgotten), tmp_path)
     with pytest.raises(ValueError, match="materialize has replaced 'weight'"):
         filled(on_meta(), lambda layer: layer.register_parameter("weight", torch.nn.Parameter(torch.ones(2))))
+
+
+def reset(layer):
+    if hasattr(layer, "reset_parameters"):
+        layer.reset_parameters()
+
+
+def test_what_a_function_leaves_without_values_is_named():
+    """As the weight of a norm that has no reset_parameters(), which would have what was in memory before."""
+    with pytest.raises(ValueError, match=r"has left base\.0\.weight, base\.0\.bias, .* and 2 more without values"):
+        filled(on_meta(), lambda layer: None)
+    with pytest.raises(ValueError, match=r"has left rope\.table without values"):
+        filled(on_meta(Computed), reset)
+    assert filled(on_meta(), reset).base[1].running_var.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.Linear])
+def test_tied_weights_are_filled_by_one_of_their_layers(kind):
+    def fill(layer):
+        if isinstance(layer, kind):
+            torch.nn.init.ones_(layer.weight)
+
+    with torch.device("meta"):
+        module = torch.nn.Sequential(torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3, bias=False))
+    module[1].weight = module[0].weight
+    assert (filled(module, fill)[1].weight == 1).all()
+
+
+def test_parameters_with_values_keep_them():
+    with torch.device("meta"):
+        module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    module[1].weight = torch.nn.Parameter(torch.full((2, 3), 7.0))
+    filled(module, lambda layer: [torch.nn.init.ones_(p) for p in layer.parameters() if p is not module[1].weight])
+    assert (module[1].weight == 7).all() and (module[1].bias == 1).all()
+
+
+def test_a_file_of_an_index_that_is_not_there_is_named(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"head.weight": "second.safetensors"}}')
+    with pytest.raises(FileNotFoundError, match=r"index\.json names 'second\.safetensors', and there is no such file"):
+        filler_of(on_meta(), tmp_path)
