@@ -15,7 +15,7 @@ def named_layers(module: Any) -> dict[str, Any]:
     A model of peft has the names of the model in it.
     """
     found: dict[str, Any] = {}
-    for path, layer in _within(module).named_modules():
+    for path, layer in model_within(module).named_modules():
         name = plain_name(path)
         outer = name.removesuffix(".base_layer")
         found[outer if outer != name and is_wrapper(found[outer]) else name] = layer
@@ -24,12 +24,12 @@ def named_layers(module: Any) -> dict[str, Any]:
 
 def named_parameters(module: Any) -> list[str]:
     """The names of the parameters, as those of `named_layers`."""
-    return [plain_name(name) for name, _ in _within(module).named_parameters()]
+    return [plain_name(name) for name, _ in model_within(module).named_parameters()]
 
 
 def wrappers_of(module: Any) -> dict[str, Any]:
     """The wrappers of peft, by the names of the layers in them."""
-    named = _within(module).named_modules()
+    named = model_within(module).named_modules()
     return {plain_name(path): layer for path, layer in named if is_wrapper(layer)}
 
 
@@ -56,7 +56,7 @@ def matrices_of(path: str, wrapper: Any, name: str) -> Mapping[str, Any]:
     return matrices
 
 
-def _within(module: Any) -> Any:
+def model_within(module: Any) -> Any:
     """The model in a model of peft; another module itself."""
     peft = sys.modules.get("peft.peft_model")
     return module.get_base_model() if peft is not None and isinstance(module, peft.PeftModel) else module

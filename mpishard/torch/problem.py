@@ -126,6 +126,11 @@ def problem(
 
 def _check_mesh(mesh: Mesh | None, shard_units: Any, materialize: Any, plan: Any) -> None:
     """Raise ValueError unless the mesh is there for what divides a module, and can divide it."""
+    if isinstance(plan, str) and plan == "sequence":
+        raise ValueError(
+            "plan='sequence' is for a loop of your own: give it to mpishard.torch.as_distributed; a problem takes "
+            "plans of layers, as {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
+        )
     needs_mesh = shard_units is not None or plan is not None
     if (mesh is None and needs_mesh) or (materialize is not None and shard_units is None):
         raise ValueError(

@@ -23,6 +23,7 @@ from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.boxes import run_lengths, split
 from mpishard.nn.tensor_parallel import BACKWARD, FORWARD
+from mpishard.torch.adapters import model_within, wrappers_of
 from mpishard.torch.cut_module import CutModule
 from mpishard.torch.memory import as_array, finish_stream
 from mpishard.torch.plan_checks import PassRecord, copied
@@ -218,7 +219,7 @@ class SequenceModule(CutModule):
         if why:
             raise ValueError(
                 f"plan={PLAN!r} divides the sequences of decoders of transformers, and this {type(module).__name__} "
-                f"{why}: {_OTHER_PLAN}"
+                f"{why}; {_OTHER_PLAN}"
             )
         if mesh.pipeline.size > 1:
             raise ValueError(
@@ -352,6 +353,8 @@ def _why_not(module: Any) -> str:
     except ModuleNotFoundError:
         return "is none"
     if not isinstance(module, PreTrainedModel):
+        if model_within(module) is not module and wrappers_of(module):
+            return "is wrapped around one: give its get_base_model(), whose layers have the adapters"
         return "is none"
     takes = inspect.signature(module.forward).parameters
     if not {"input_ids", "position_ids", "attention_mask", "use_cache"} <= takes.keys():

@@ -163,6 +163,8 @@ def test_what_cuts_a_problem_is_checked(comm):
             problem(mesh, module=module, plan={"head": "colwise_rep"})
         with pytest.raises(ValueError, match="trains this module"):
             mpishard.torch.problem(module, losses, 48, 8)
+        with pytest.raises(ValueError, match=r"'sequence'.*mpishard\.torch\.as_distributed"):
+            problem(mesh, module=fresh(), plan="sequence")
         plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
         with pytest.raises(ValueError, match="plan is"):
             problem(mesh, module=fresh(kind=Transformer), plan=plan if mesh.rank else PLAN)

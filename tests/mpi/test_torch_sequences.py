@@ -173,3 +173,22 @@ def test_modules_without_sequences_to_divide_are_refused(tensor_mesh):
     for message, module in modules.items():
         with pytest.raises(ValueError, match=message):
             distributed(module, tensor_mesh)
+
+
+@needs_ranks
+def test_a_model_of_peft_is_divided_by_the_model_in_it(tensor_mesh):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(3)
+    module = peft.get_peft_model(made(), config).double()
+    with pytest.raises(ValueError, match=r"PeftModel is wrapped around one: give its get_base_model\(\)"):
+        distributed(module, tensor_mesh)
+    whole = copy.deepcopy(module.get_base_model())
+    words = words_of(0)
+    whole(words).logits.square().mean(0).sum().backward()
+    adamw(whole).step()
+    optimizer = distributed(module.get_base_model(), tensor_mesh)
+    module.get_base_model()(words).logits.square().mean(0).sum().backward()
+    optimizer.step()
+    optimizer.close()
+    assert_same_parameters(module.get_base_model(), whole)
