@@ -55,7 +55,7 @@ def stored_tensors(folder: Path, file: str | None = None) -> list[StoredWeight]:
     found = []
     with WeightFiles(folder) as opened_files:
         for each in sorted({file or SINGLE} if weight_map is None else set(weight_map.values())):
-            if weight_map is not None and not (folder / each).is_file():
+            if weight_map is not None and not (folder / each).exists():
                 raise FileNotFoundError(
                     f"{folder / INDEX} names {printable(each)!r}, and there is no such file next to it"
                 )
