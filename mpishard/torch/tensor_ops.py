@@ -62,7 +62,8 @@ def _along_columns(operation: Callable[..., Any], x: Any, sums: bool) -> Any:
         lambda *shape: module_of(array_nc).empty(shape, array_nc.dtype),
     )
     arrays.ready(found_nc)
-    found = as_tensor(found_nc).reshape(*x.shape[:-1], found_nc.shape[-1])
+    # No view of another tensor: layers may change in place what they get, as Llama4 does.
+    found = as_tensor(found_nc.reshape(*x.shape[:-1], found_nc.shape[-1]))
     if not is_half:
         return found
-    return found.to(x.dtype) if sums else found.view(x.dtype)
+    return found.to(x.dtype) if sums else x.new_empty(0).set_(found.untyped_storage(), 0, found.shape)

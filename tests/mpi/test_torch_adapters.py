@@ -33,8 +33,8 @@ def test_steps_are_those_of_one_process(comm, zero):
         np.testing.assert_allclose(means, expected, rtol=0, atol=1e-12)
         with mpishard.torch.summon_full_parameters(module):
             saved = peft.get_peft_model_state_dict(module)
-        for name, values in peft.get_peft_model_state_dict(whole).items():
-            torch.testing.assert_close(saved[name], values, rtol=0, atol=1e-11)
+            for name, values in peft.get_peft_model_state_dict(whole).items():
+                torch.testing.assert_close(saved[name], values, rtol=0, atol=1e-11)
         optimizer.close()
 
 

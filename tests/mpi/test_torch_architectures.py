@@ -19,9 +19,9 @@ from torch_plans import RULE, adamw  # noqa: E402
 
 # Float32 within a model of float64 sums over the samples, as in the norms of Gemma.
 SUMS_OVER_SAMPLES = ("Gemma", "Gemma2", "Gemma3")
-# Those in which float32 of a norm or router was seen to differ between one process and tensor ranks, and CLIP, in which
-# the gradient of the biases of keys is nothing but rounding.  AdamW enlarges both.
-ROUNDED = ("Gemma3", "Mixtral", "Qwen3Moe", "DeepseekV3", "CLIP")
+# Those in which float32 of a norm, router or rotation was seen to differ between one process and tensor ranks, and
+# CLIP, in which the gradient of the biases of keys is nothing but rounding.  AdamW enlarges both.
+ROUNDED = ("Gemma3", "Mixtral", "Qwen3Moe", "Llama4", "DeepseekV3", "CLIP")
 ROUNDED_OVER_SAMPLES = ("Cohere", "Helium")  # on several data ranks too: their norms have weights in float32
 IN_THE_GATE = ("Qwen3Moe", "OPT")
 
