@@ -36,6 +36,7 @@ from mpishard.torch.module_optimizer import ModuleOptimizer
 from mpishard.torch.sequences import PLAN, SequenceModule
 from mpishard.torch.staged_module import StagedModule
 from mpishard.torch.stages import layers_of
+from mpishard.torch.tensor_parallel_module import TensorParallelModule
 from mpishard.torch.torch_rule import rule_of_optimizer
 
 
@@ -177,15 +178,17 @@ def as_distributed(
         if ranks > 1:
             _check_stages(module, optimizer, zero)
         checks_pass = flag("check_plan", check_plan) and (materialize is None or (zero != 3 and ranks == 1))
-        cuts: CutModule | None
+        given = mesh, tensors.trained, tensors.frozen
+        cut_layers: CutModule | None = None
+        cuts: TensorParallelModule | None
         if isinstance(plan, str) and plan == PLAN:
-            cuts = SequenceModule.of_model(module, mesh, tensors.trained, tensors.frozen, checks_pass=checks_pass)
+            cuts = SequenceModule.of(module, *given, checks_pass=checks_pass)
         else:
-            cuts = CutModule.of(module, plan, mesh, tensors.trained, tensors.frozen, checks_pass=checks_pass)
+            cuts = cut_layers = CutModule.of(module, plan, *given, checks_pass=checks_pass)
         staged: StagedModule | None = None
         if ranks > 1:
             layers = layers_of(module, stages, ranks * chunks)
-            staged = StagedModule(module, mesh, layers, tensors.trained, tensors.frozen, cuts)
+            staged = StagedModule(module, mesh, layers, tensors.trained, tensors.frozen, cut_layers)
             same["stages"] = staged.described
         filler: LayerFiller | None = None
         if materialize is not None:

@@ -23,7 +23,7 @@ from mpishard.pipeline.schedule import make_schedule, warn_if_bubbly
 from mpishard.torch.buffers import as_fact
 from mpishard.torch.stage_passes import MicroBatch, PassEnd, StageChunk, Survey, check_loss, with_tensors
 from mpishard.torch.staged_module import StagedModule
-from mpishard.torch.units import tensors_in
+from mpishard.torch.units import check_not_summoned, tensors_in
 
 _MOST_SURVEYS = 256  # that are kept, of micro-batches of different shapes
 REDUCTIONS = ("mean", "sum")
@@ -167,7 +167,7 @@ class PipelinedPasses(ModulePasses):
         self, optimizer: PassTaker, function: Any, batch: tuple[Any, ...], reduction: str, trains: bool
     ) -> list[MicroBatch]:
         """The micro-batches, after all ranks have found that they can pass the stages."""
-        self._staged.check_not_summoned("a pass of the stages", would="compute the whole module")
+        check_not_summoned(self._staged, "a pass of the stages", would="compute the whole module")
         mesh, found = self._staged.mesh, []
         with raised_on_all(mesh.world):
             with CaughtError() as caught:
@@ -206,7 +206,7 @@ class PipelinedPasses(ModulePasses):
 
         def compare(module: Any, args: Any, kwargs: Any) -> None:
             assert self._staged.cuts is not None
-            self._staged.cuts.check_pass(module, args, kwargs)
+            self._staged.cuts.check_pass(contextlib.nullcontext, module, args, kwargs)
             raise PassEnd
 
         module = self._staged.module

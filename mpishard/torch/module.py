@@ -21,7 +21,7 @@ from mpishard.layout.boxes import box_shape
 from mpishard.layout.tensors import WHOLE
 from mpishard.parameters.flat import FlatParameters, flat_of_tensors
 from mpishard.torch.buffers import BufferOwner, Buffers
-from mpishard.torch.cut_module import CutModule, check_is_whole, specs_of
+from mpishard.torch.cut_module import CutModule, check_is_whole
 from mpishard.torch.gradient_hooks import GradientHooks, ProblemHooks
 from mpishard.torch.layer_filler import LayerFiller
 from mpishard.torch.memory import (
@@ -38,7 +38,8 @@ from mpishard.torch.memory import (
 from mpishard.torch.plans import planned
 from mpishard.torch.sharded_module import ShardedModule
 from mpishard.torch.staged_module import StagedModule, check_has_all_stages
-from mpishard.torch.units import Unit, plain_name, uncompiled, units_of, units_text
+from mpishard.torch.tensor_parallel_module import TensorParallelModule, specs_of
+from mpishard.torch.units import Unit, check_not_summoned, plain_name, uncompiled, units_of, units_text
 
 Array = Any
 
@@ -267,7 +268,7 @@ class ModuleState:
         tensors: ModuleTensors,
         buffers: str,
         sharding: UnitSharding | None = None,
-        cuts: CutModule | None = None,
+        cuts: TensorParallelModule | None = None,
         stages: StagedModule | None = None,
         filler: LayerFiller | None = None,
     ) -> None:
@@ -387,6 +388,7 @@ class ModuleState:
         if self.cuts is None:
             planned(self.module, self.plan, tensor)
         else:
+            assert isinstance(self.cuts, CutModule)  # a problem divides no sequences
             self.cuts.check_ranks(self.plan, tensor)
 
     def check(self, facts: Mapping[str, Any]) -> None:
@@ -500,7 +502,7 @@ class ModuleState:
     def check_not_summoned(self, what: str, **how: str) -> None:
         """Raise ValueError within `summoned`, in which `what` would not do what it says."""
         for divided in self._divided:
-            divided.check_not_summoned(what, **how)
+            check_not_summoned(divided, what, **how)
 
     @property
     def _divided(self) -> list[Any]:
@@ -568,7 +570,7 @@ def state_of(
     tensors: ModuleTensors,
     buffers: str,
     sharding: UnitSharding | None = None,
-    cuts: CutModule | None = None,
+    cuts: TensorParallelModule | None = None,
     stages: StagedModule | None = None,
     filler: LayerFiller | None = None,
 ) -> ModuleState:

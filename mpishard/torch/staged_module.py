@@ -72,7 +72,7 @@ class StagedModule:
         self._buffers: dict[str, Any] = {}
         self._handles: list[Any] = []
         self._walk: Walk | None = None
-        self._summoned = False
+        self.is_summoned: bool = False  # layers compute by themselves, see `summoned`
         self._is_lost = False
 
     def _check_trained(self) -> None:
@@ -204,11 +204,6 @@ class StagedModule:
         for name, stage in self._stage_of_buffer.items():
             broadcast_values(self._buffers[name], self._axis, self.place.runner(stage))
 
-    def check_not_summoned(self, what: str, would: str = "be undone at its end") -> None:
-        """Raise ValueError within `summoned`, as `ShardedModule.check_not_summoned`. Not collective."""
-        if self._summoned:
-            raise ValueError(f"{what} within summon_full_parameters would {would}: leave the context before")
-
     @contextlib.contextmanager
     def summoned(self, writeback: bool) -> Iterator[None]:
         """Give the module all parameters; at the end rank 0's values are those of all ranks, or are dropped.
@@ -216,20 +211,20 @@ class StagedModule:
         Those of tensor ranks stay cut, and what is written to them is for `CutModule.summoned` within. Collective over
         the mesh. Meanwhile layers compute by themselves.
         """
-        if self._summoned:
+        if self.is_summoned:
             yield
             return
         with opening(self.mesh.world, "summon_full_parameters") as same:
             same["writeback"] = flag("writeback", writeback)
         before = {} if writeback else {name: p.detach().clone() for name, p in self.held(self._tensors).items()}
         self._enter()
-        self._summoned = True
+        self.is_summoned = True
         try:
             yield
             for p in self._tensors.values() if writeback and self.cuts is None else ():
                 broadcast_values(p, self.mesh.world)
         finally:
-            self._summoned = False
+            self.is_summoned = False
             for name, values in before.items():
                 self._tensors[name].detach().copy_(values)
             self._leave()
@@ -293,7 +288,7 @@ class StagedModule:
     def _run(self, number: int, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of a layer, as the module calls it."""
         self._check_alive()
-        if self._summoned:
+        if self.is_summoned:
             return self.compute(number, args, kwargs)
         if self._walk is None:
             raise RuntimeError(
@@ -313,7 +308,7 @@ class StagedModule:
 
     def _check_summoned(self, *_: Any, **__: Any) -> None:
         self._check_alive()
-        if not self._summoned:
+        if not self.is_summoned:
             raise RuntimeError(
                 f"under pipeline={self._axis.size} a rank has the parameters of its stages: call state_dict() or "
                 "load_state_dict() of the module within `with mpishard.torch.summon_full_parameters(module):`, on all "
