@@ -4,12 +4,12 @@ Input: a module, and a rule or an optimizer of PyTorch.
 Output: the same module, whose parameters are views into one flat array, and an optimizer of PyTorch for the user's
 loop.
 
-Read ``distributed`` and ``module_optimizer`` first, then ``module``, and ``gradient_hooks``, which take gradients;
-``torch_rule`` with ``live_groups`` and ``torch_steps``, for optimizers and schedulers of PyTorch; ``own_steps`` for the
-steps that these take themselves; ``sharded_module``, for modules whose parameters are divided; ``plans``,
-``cut_module`` and ``tensor_ops``, for those whose layers are cut over tensor ranks, and ``sequences``, for those whose
-sequences are; ``stages``, ``staged_module``, ``stage_passes`` and ``micro_batches``, for pipelines; ``problem`` for
-`optimize`; the rest by name.
+Read ``distributed`` and ``module_optimizer`` first, then ``module``, and ``gradient_hooks`` and ``loop_hooks``, which
+take gradients; ``torch_rule`` with ``live_groups`` and ``torch_steps``, for optimizers and schedulers of PyTorch;
+``own_steps`` for the steps that these take themselves; ``sharded_module``, for modules whose parameters are divided;
+``tensor_parallel_module``, for those on tensor ranks, with ``plans``, ``cut_module`` and ``tensor_ops`` where layers
+are cut, and ``sequences`` where sequences are; ``stages``, ``staged_module``, ``stage_passes`` and ``micro_batches``,
+for pipelines; ``problem`` for `optimize`; the rest by name.
 
 `convert_sync_batchnorm` lets batch norms see the samples of all ranks; `join` is for uneven numbers of batches;
 `summon_full_parameters` shows the parameters of a module whose ranks have shares of them.

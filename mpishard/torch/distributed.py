@@ -24,15 +24,9 @@ from mpishard.torch.layer_filler import LayerFiller
 from mpishard.torch.live_groups import LiveGroups, RuleGroups, groups_of
 from mpishard.torch.memory import array_module
 from mpishard.torch.micro_batches import ModulePasses, PipelinedPasses, PipelineSettings
-from mpishard.torch.module import (
-    ModuleTensors,
-    UnitSharding,
-    check_other_trainers,
-    check_unchanged,
-    known_state,
-    state_of,
-)
+from mpishard.torch.module import UnitSharding, check_other_trainers, check_unchanged, known_state, state_of
 from mpishard.torch.module_optimizer import ModuleOptimizer
+from mpishard.torch.module_tensors import ModuleTensors
 from mpishard.torch.sequences import PLAN, SequenceModule
 from mpishard.torch.staged_module import StagedModule
 from mpishard.torch.stages import layers_of

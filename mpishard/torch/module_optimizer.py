@@ -24,27 +24,13 @@ from mpishard.io import log
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.reducer import NoSync
-from mpishard.torch.gradient_hooks import CLIP, DROP, STEP, LocalHooks, LoopHooks, MeanHooks, SentHooks
 from mpishard.torch.live_groups import ParameterGroups, RuleGroups, groups_of
+from mpishard.torch.loop_hooks import CLIP, DROP, STEP, LoopHooks, SentHooks, loop_hooks
 from mpishard.torch.micro_batches import ModulePasses
 from mpishard.torch.module import ModuleState
 from mpishard.torch.own_steps import WholeSteps
 from mpishard.torch.torch_state import TorchStateConverter, settings_of_state_dict, steps_of
 from mpishard.training.saving import load_checkpoint, save_checkpoint
-
-
-def loop_hooks(state: ModuleState, optimizer: ShardedOptimizer) -> LoopHooks:
-    """Choose how the gradients of a module are taken for a loop of the user's."""
-    strategy, config = optimizer.state.strategy, optimizer.config
-    given = state.parameters, state.tensors.trained, state.units
-    compares_calls = not optimizer.sharding.workers_differ
-    # The norm of a part, as of torch.nn.utils.clip_grad_norm_, would be another one on each tensor or pipeline rank.
-    is_cut = state.cuts is not None or state.stages is not None
-    if not strategy.reducer.keeps_memory or config.loss_scale not in (None, 1) or is_cut:
-        return SentHooks(*given, compares_calls=compares_calls)
-    if not (strategy.sums_are_everywhere and config.auto_sync_gradients):
-        return LocalHooks(*given, compares_calls=compares_calls)
-    return MeanHooks(*given, compares_calls=compares_calls, compares_values=config.mesh.debug, ranks=strategy.axis.size)
 
 
 class ModuleOptimizer(torch.optim.Optimizer):

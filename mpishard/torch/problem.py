@@ -17,10 +17,11 @@ from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.parameters.flat import FlatParameters
 from mpishard.torch.buffers import check_mode
 from mpishard.torch.cut_module import CutModule
-from mpishard.torch.gradient_hooks import LoopHooks
 from mpishard.torch.layer_filler import LayerFiller
+from mpishard.torch.loop_hooks import LoopHooks
 from mpishard.torch.memory import array_module
-from mpishard.torch.module import ModuleState, ModuleTensors, UnitSharding, check_other_trainers, known_state, state_of
+from mpishard.torch.module import ModuleState, UnitSharding, check_other_trainers, known_state, state_of
+from mpishard.torch.module_tensors import ModuleTensors
 from mpishard.training.objective import ObjectiveOptions
 from mpishard.training.problem import OptimizationProblem
 

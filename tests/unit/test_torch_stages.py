@@ -23,7 +23,7 @@ from torch_stages import TwoStreams, made, sequential, take_micro_steps, virtual
 
 import mpishard  # noqa: E402
 from mpishard.torch.micro_batches import PipelineSettings, micro_batches_of  # noqa: E402
-from mpishard.torch.module import ModuleTensors  # noqa: E402
+from mpishard.torch.module_tensors import ModuleTensors  # noqa: E402
 from mpishard.torch.stage_passes import Message, MicroBatch, StageChunk, StagePass, Survey, with_tensors  # noqa: E402
 from mpishard.torch.staged_module import StagedModule  # noqa: E402
 from mpishard.torch.stages import layers_of  # noqa: E402
