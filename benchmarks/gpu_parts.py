@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import children
 from gpu_machine import Setting, in_turns, median_ratio, model_sizes, timed
 
 STRATEGIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
@@ -32,8 +33,6 @@ def peak_of_pool(module: Any) -> Any:
 
 def child_memory(setting: Setting, kind: str) -> dict[str, Any] | None:
     """Bytes of each rank after and at the peak of steps of the GPT with one sequence a rank."""
-    import resource
-
     import ml_dtypes
     import numpy as np
 
@@ -61,7 +60,7 @@ def child_memory(setting: Setting, kind: str) -> dict[str, Any] | None:
         pool = module.get_default_memory_pool()
         own = {"used": int(pool.used_bytes()), "peak": int(hook.most), "held": int(pool.total_bytes())}
     else:
-        own = {"used": 0, "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "held": 0}
+        own = {"used": 0, "peak": children.peak_bytes(), "held": 0}
     every = mesh.world.allgather_object(own)
     found = {name: max(each[name] for each in every) for name in own}
     return {**found, "loss": float(loss) / length, "ranks": mesh.size} if mesh.rank == 0 else None

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import sys
 import time
 from typing import Any
@@ -84,7 +83,7 @@ def child(name: str, context: int, steps: int) -> dict[str, Any]:
             ends = of_transformers(mesh, words, steps)
         else:
             ends = own_model(mesh, words, steps, name == "llama")
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        resident = children.peak_bytes() / 2**20
         most = mesh.world.all_reduce(np.array([resident]), op="max")
         return {"mib": float(most[0]), "seconds": ends[-1] - ends[-2]}
 
