@@ -13,6 +13,7 @@ import mpishard
 from mpishard import Mesh, ShardingConfiguration
 
 torch = pytest.importorskip("torch")
+from torch_divided import Division, check_continuation, check_masters, check_norm, check_steps  # noqa: E402
 from torch_models import assert_same_parameters  # noqa: E402
 from torch_plans import PLAN, RULE, adamw, fresh, loss_of, take_steps, words_of  # noqa: E402
 from torch_stages import KINDS, made, sequential, take_micro_steps, virtual_stages  # noqa: E402
@@ -37,6 +38,9 @@ def distributed(module, mesh, rule=RULE, **options):
     return mpishard.torch.as_distributed(module, mesh, rule, **{"microbatches": 3, **options})
 
 
+STREAMS = Division(lambda: made("streams"), distributed, take_micro_steps)
+
+
 # Steps.
 
 
@@ -56,10 +60,7 @@ def test_steps_are_those_of_one_process(pipeline_mesh, name, zero):
     ranks = pipeline_mesh.pipeline.size
     held = sum(p.untyped_storage().nbytes() for p in optimizer._state.all_trained.values() if p.numel())
     assert ranks == 1 or len(optimizer.parameters) < len(optimizer.parameters.specs) and held
-    expected = take_steps(whole, adamw(whole), range(10))
-    losses = take_micro_steps(module, optimizer, range(10), pipeline_mesh.data)
-    means = pipeline_mesh.data.all_reduce(np.array(losses)) / pipeline_mesh.data.size
-    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-12)
+    check_steps(take_micro_steps, module, optimizer, pipeline_mesh.data, whole, adamw(whole), range(10))
     with mpishard.torch.summon_full_parameters(module, writeback=False):
         assert loss_of(module, words_of(11)).item() == pytest.approx(loss_of(whole, words_of(11)).item(), abs=1e-12)
     assert optimizer.loss(loss_of, words_of(11)) == pytest.approx(loss_of(whole, words_of(11)).item(), abs=1e-12)
@@ -74,45 +75,22 @@ def test_other_schedules(pipeline_mesh, schedule):
     chunks = 2 if schedule == "interleaved" else 1
     whole, module = fresh(layers=6), fresh(layers=6)
     optimizer = distributed(module, pipeline_mesh, schedule=schedule, chunks=chunks, microbatches=4)
-    expected = take_steps(whole, adamw(whole), range(3))
-    losses = take_micro_steps(module, optimizer, range(3), pipeline_mesh.data)
-    means = pipeline_mesh.data.all_reduce(np.array(losses)) / pipeline_mesh.data.size
-    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-12)
+    check_steps(take_micro_steps, module, optimizer, pipeline_mesh.data, whole, adamw(whole), range(3))
     optimizer.close()
     assert_same_parameters(module, whole, atol=1e-12)
 
 
 @pytest.mark.parametrize("zero", [0, *variants.full(2)])
 def test_the_norm_is_that_of_the_whole_gradient(pipeline_mesh, zero):
-    """Of tied tensors once; two batches without sums between them, by the method and by the setting."""
-    config = ShardingConfiguration(pipeline_mesh, max_gradient_norm=0.3)
-    whole, module = made("streams"), made("streams")
-    theirs, optimizer = adamw(whole), distributed(module, config, zero=zero)
-    axis = pipeline_mesh.data
-    for step in range(2):
-        theirs.zero_grad()
-        (loss_of(whole, words_of(step)) + loss_of(whole, words_of(step + 7))).backward()
-        expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5).item()
-        torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.3)
-        theirs.step()
-        with optimizer.no_sync():
-            optimizer.loss_and_gradient(loss_of, words_of(step, axis.rank, axis.size))
-        optimizer.loss_and_gradient(loss_of, words_of(step + 7, axis.rank, axis.size))
-        assert optimizer.clip_grad_norm_(0.5).item() == pytest.approx(expected, rel=1e-12)
-        optimizer.step()
-    optimizer.close()
-    torch.testing.assert_close(dict(module.named_parameters()), dict(whole.named_parameters()), rtol=1e-6, atol=1e-9)
+    check_norm(STREAMS, pipeline_mesh, zero)
 
 
 @pytest.mark.full
 @needs_ranks
 def test_steps_of_an_optimizer_of_pytorch(pipeline_mesh):
     whole, module = made("streams"), made("streams")
-    expected = take_steps(whole, adamw(whole), range(3))
     optimizer = distributed(module, pipeline_mesh, adamw(module))
-    losses = take_micro_steps(module, optimizer, range(3), pipeline_mesh.data)
-    means = pipeline_mesh.data.all_reduce(np.array(losses)) / pipeline_mesh.data.size
-    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-12)
+    check_steps(take_micro_steps, module, optimizer, pipeline_mesh.data, whole, adamw(whole), range(3))
     optimizer.close()
     assert_same_parameters(module, whole, atol=1e-12)
 
@@ -191,68 +169,17 @@ def test_an_error_on_one_stage_is_raised_on_all_and_training_goes_on(pipeline_me
 # States on other ranks.
 
 
-def emptied(name):
-    """The module without the values that a checkpoint has."""
-    module = made(name)
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.detach().zero_()
-    return module
-
-
 @pytest.mark.parametrize(("zero", "other_zero"), [(0, 1), pytest.param(2, 0, marks=pytest.mark.full)])
 def test_a_run_continues_on_other_ranks(comm, folder, zero, other_zero):
-    """From pipeline ranks to data ranks and back, by a checkpoint, by state_dict, and by a state of PyTorch."""
-    whole = made("streams")
-    take_steps(whole, adamw(whole), range(6))
     with Mesh(comm, pipeline=pipeline_of(comm)) as mesh, Mesh(comm) as data_mesh:
-        module = made("streams")
-        first = distributed(module, mesh, zero=zero)
-        take_micro_steps(module, first, range(2), mesh.data)
-        first.save_checkpoint(folder / "first")
-        states = first.state_dict(), first.state_dict("torch")
-        with mpishard.torch.summon_full_parameters(module):
-            values = copy.deepcopy({name: value.clone() for name, value in module.state_dict().items()})
-        assert all(int(values[f"layers.{number}.calls"]) for number in range(4))
-        second = emptied("streams")
-        optimizer = distributed(second, data_mesh, zero=other_zero)
-        optimizer.load_checkpoint(folder / "first")
-        for step in (2, 3):  # all samples on each rank: the mean of their means
-            optimizer.loss_and_gradient(loss_of, words_of(step))
-            optimizer.step()
-        optimizer.save_checkpoint(folder / "second")
-        optimizer.close()
-        take_micro_steps(module, first, range(2, 4), mesh.data)
-        first.load_checkpoint(folder / "second")
-        take_micro_steps(module, first, range(4, 6), mesh.data)
-        first.close()
-        assert_same_parameters(module, whole, atol=1e-12)
-        for state in states:
-            again = emptied("streams")
-            optimizer = distributed(again, mesh, zero=other_zero)
-            with mpishard.torch.summon_full_parameters(again):
-                again.load_state_dict(values)
-            optimizer.load_state_dict(state)
-            take_micro_steps(again, optimizer, range(2, 6), mesh.data)
-            optimizer.close()
-            assert_same_parameters(again, whole, atol=1e-12)
+        values = check_continuation(STREAMS, mesh, data_mesh, folder, zero, other_zero, other_zero)
+    assert all(int(values[f"layers.{number}.calls"]) for number in range(4))
 
 
 @pytest.mark.full
 @needs_ranks
 def test_parameters_of_half_precision_keep_their_masters(pipeline_mesh, folder):
-    module = made("streams").bfloat16()
-    optimizer = distributed(module, pipeline_mesh)
-    take_micro_steps(module, optimizer, range(2), pipeline_mesh.data)
-    state = optimizer.state_dict()
-    assert set(state["masters"]) == set(optimizer._state.all_trained)
-    optimizer.save_checkpoint(folder)
-    optimizer.close()
-    for load in (lambda each: each.load_state_dict(state), lambda each: each.load_checkpoint(folder)):
-        other = emptied("streams").bfloat16()
-        again = distributed(other, pipeline_mesh)
-        load(again)
-        again.close()
-        assert_same_parameters(other, module, atol=0)
+    check_masters(STREAMS, pipeline_mesh, folder)
 
 
 # What is refused.
