@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from mpishard.backend.compiled import KERNELS
 from mpishard.backend.gemm.choice import Choice, active
 from mpishard.backend.gemm.libraries import load, settings
+from mpishard.backend.jit_function import KERNELS
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mpishard.arguments import kind_of
-from mpishard.backend.compiled import prepare
+from mpishard.backend.jit_function import prepare
 from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import CaughtError

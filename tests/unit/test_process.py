@@ -19,8 +19,8 @@ from threadpoolctl import threadpool_limits
 import mpishard
 from mpishard import SGD, DDPOptimizer, Mesh, OptimizationProblem, ShardingConfiguration, nn
 from mpishard.backend import process
-from mpishard.backend.compiled import KERNELS
 from mpishard.backend.garbage import no_garbage_collection, objects_stay
+from mpishard.backend.jit_function import KERNELS
 from mpishard.backend.process import arithmetic, cpu_quota
 from mpishard.comm.agreement import fingerprint
 from mpishard.data_parallel.settings import ARITHMETIC, DIFFERENT_BITS, Numerics
