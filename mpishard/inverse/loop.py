@@ -30,11 +30,11 @@ def files_of(
     outer: Corrections | None = None,
 ) -> RunFiles | None:
     """The files of a minimisation on a mesh, from which it has resumed; None without a mesh. Collective."""
-    if isinstance(optimizer.run, OneProcess):
+    if isinstance(optimizer.ranks, OneProcess):
         return None
     from mpishard.inverse.run_files import RunFiles
 
-    return RunFiles(optimizer.run, checkpoints, resume, record, outer)
+    return RunFiles(optimizer.ranks, checkpoints, resume, record, outer)
 
 
 def run_loop(
@@ -70,7 +70,7 @@ def evaluate_until_end(
 
     Collective over its mesh. `differences` give gradients in place of the functions.  The caller ends the files.
     """
-    ranks = optimizer.run
+    ranks = optimizer.ranks
     table = Table(shown=on_any(ranks.world, loop.disp) and ranks.world.rank == 0)
     watch = Watch(ranks.world, callback, loop.maxtime)
     iterates: list[Any] = []

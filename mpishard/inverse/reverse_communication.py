@@ -260,7 +260,7 @@ class ReverseCommunication:
         return self._ranks.minimizer.progress
 
     @property
-    def run(self) -> OneProcess | MeshRanks:
+    def ranks(self) -> OneProcess | MeshRanks:
         """The ranks that take part, and their parts of the vectors."""
         return self._ranks
 
