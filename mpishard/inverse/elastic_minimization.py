@@ -19,7 +19,7 @@ from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
 from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.inverse.corrections import MULTIPLIERS, NUMBERS, Corrections, Course, Verdict
 from mpishard.inverse.functions import Attempts, Callback, EvaluationFailed, Functions, failure_in_words, sum_of_values
-from mpishard.inverse.mesh_run import MinimizingRanks, check_identical, digest, exchange, parameters_of
+from mpishard.inverse.mesh_run import HOW_TO_SUM, MinimizingRanks, check_identical, digest, exchange, parameters_of
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, result_of
 from mpishard.inverse.run_files import expect_no_constraints
 from mpishard.inverse.unknowns import Unknowns, copy_of_point
@@ -31,7 +31,7 @@ from mpishard.training import OptimizationProblem
 Array = Any
 # Calls of the function an evaluation, on any number of ranks: then the sums have the same bits on all.
 _CALLS = 64
-_HOW_TO_SUM = "give samples=N and fun(x, samples)"
+_HOW_TO_DIVIDE = "give samples=N and fun(x, samples)"
 
 
 @dataclass(frozen=True)
@@ -248,10 +248,10 @@ class ElasticMinimization(MinimizingRanks):
             return math.inf, True
         if self._sums:
             return sum_of_values(values), False
-        check_identical("values", values, _HOW_TO_SUM if whole else "say reduction='sum'")
+        check_identical("values", values, _HOW_TO_DIVIDE if whole else HOW_TO_SUM)
         if whole:
             of_groups = [digest(parts) for parts in np.ascontiguousarray(facts[:, 0]).reshape(-1, sharers)]
-            check_identical(f"values of {what}", np.repeat(of_groups, sharers), _HOW_TO_SUM)
+            check_identical(f"values of {what}", np.repeat(of_groups, sharers), _HOW_TO_DIVIDE)
         return value, False
 
     def _product_after_end(self, x: Any, direction: Array) -> Array:

@@ -31,7 +31,7 @@ from mpishard.minimizers.method import Method, Minimizer, Wanted
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any
-_HOW_TO_SUM = "say reduction='sum'"
+HOW_TO_SUM = "say reduction='sum'"
 
 
 def parameters_of(unknowns: Unknowns) -> FlatParameters:
@@ -319,7 +319,7 @@ def exchange(
     return np.ascontiguousarray(facts[:, 1]).view(np.float64), facts[:, 2:]
 
 
-def check_identical(what: str, by_rank: np.ndarray, remedy: str = _HOW_TO_SUM) -> None:
+def check_identical(what: str, by_rank: np.ndarray, remedy: str = HOW_TO_SUM) -> None:
     """Raise ValueError, the same on all ranks, if ranks have different results for one point.
 
     `what` names in the plural the values from `exchange`, or hashes of vectors, the same array on all ranks. `remedy`
@@ -329,7 +329,7 @@ def check_identical(what: str, by_rank: np.ndarray, remedy: str = _HOW_TO_SUM) -
         raise _difference_error(what, by_rank, remedy)
 
 
-def _difference_error(what: str, by_rank: np.ndarray, remedy: str = _HOW_TO_SUM) -> ValueError:
+def _difference_error(what: str, by_rank: np.ndarray, remedy: str = HOW_TO_SUM) -> ValueError:
     """The error of ranks that give different results for one point."""
     hashed = by_rank.dtype == np.int64
     values = [f"{each:x}" if hashed else repr(each) for each in by_rank.tolist()]
