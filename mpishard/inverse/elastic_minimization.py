@@ -104,7 +104,7 @@ class ElasticMinimization(MinimizingRanks):
         self._parameters = parameters_of(unknowns)
         given = mesh.world.allgather_object((callback.is_given, loop.disp))
         self._watched = any(watched for watched, _ in given)
-        self._table = Table(shown=any(disp for _, disp in given))
+        self._table = Table(shows=any(disp for _, disp in given))
         self._evaluations = 0  # of the last row
         self._failure = 0, ""  # the last evaluation that has failed on this rank, and what the result says of it
         self._maxtime = loop.maxtime
@@ -163,13 +163,13 @@ class ElasticMinimization(MinimizingRanks):
         _, failure = max(self.mesh.world.allgather_object(self._failure), key=lambda each: each[0])
         hint = failure or unknowns.gradient_hint(reason)
         about = method, progress, hint, at_reference, minimizer.duality_gap
-        result = result_of(unknowns.shown_to_user(), gradient, reason, *about)
+        result = result_of(unknowns.point(), gradient, reason, *about)
         result["jac"] = unknowns.like_x0(gradient)
         if self._has_inverse:
             from mpishard.inverse.inverse_hessian import InverseHessian
             from mpishard.minimizers.inverses import inverse_at_end
 
-            x = unknowns.copy_of(unknowns.shown) if minimizer.method.needs_products else None
+            x = unknowns.copy_of(unknowns.given) if minimizer.method.needs_products else None
             inverse = inverse_at_end(minimizer, lambda direction: self._product_after_end(x, direction))
             result["hess_inv"] = InverseHessian(inverse, unknowns, self.own, self.gather, self.mesh)
         if self.mesh.rank == 0:
@@ -207,7 +207,7 @@ class ElasticMinimization(MinimizingRanks):
         which = () if self._samples is None else (samples,)
 
         def call() -> tuple[float, Array]:
-            value, given = function(self._unknowns.shown_to_user(), *which)
+            value, given = function(self._unknowns.point(), *which)
             return value, self._unknowns.vector(what, given)
 
         attempt = self._attempts(call)

@@ -421,8 +421,8 @@ def _ranks(ranks: Iterable[int]) -> str:
 def _on(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
     """The hosts of ranks, such as `` on n1, n2``; empty if the job has one host, or these ranks all of several."""
     here, everywhere = ({hosts[rank] for rank in some if rank in hosts} for some in (ranks, hosts))
-    shown = sorted(here)[:_MOST]
-    return f" on {', '.join(shown)}{', ...' * (len(here) > _MOST)}" if here and here != everywhere else ""
+    first = sorted(here)[:_MOST]
+    return f" on {', '.join(first)}{', ...' * (len(here) > _MOST)}" if here and here != everywhere else ""
 
 
 def _verb(some: Sequence[Any], verb: str) -> str:
