@@ -4,7 +4,7 @@ With the options of an elastic run, its communicators and its decisions after ea
 
 Nothing here is about deaths.  Whether survivors heal or the job starts again is decided elsewhere, hop by hop: the
 launcher's option (`mpishard.comm.capabilities.heals_in_place`); the loop, which heals if it may
-(`mpishard.elastic.loop`); `Healing`, which gives up if too much is lost; and then the supervisor
+(`mpishard.elastic.loop`); `heal`, which gives up if too much is lost; and then the supervisor
 (`mpishard.launch.restart_policy`).
 """
 
@@ -196,7 +196,7 @@ class ElasticRun:
 
 # -- changes of the workers --------------------------------------------------------------------------------------------
 #
-# After a death the survivors first shrink to those who live, and agree on the last committed step: `Healing`.
+# After a death the survivors first shrink to those who live, and agree on the last committed step: `heal`.
 
 
 class Resizing:
