@@ -25,7 +25,7 @@ from mpishard.backend.process import arithmetic, cpu_quota
 from mpishard.comm.agreement import fingerprint
 from mpishard.data_parallel.settings import ARITHMETIC, DIFFERENT_BITS, Numerics
 from mpishard.elastic.mesh_choice import MeshSizes
-from mpishard.elastic.optimizer import MeshLimits
+from mpishard.elastic.mesh_limits import MeshLimits
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 
