@@ -330,10 +330,10 @@ class Resizing:
             "measures (stage_costs)",
         )
         agree_on_gemm_libraries(self._run.membership.axis)
-        numerics = training.optimizer.settings.numerics
+        arithmetic = training.optimizer.settings.arithmetic
         if training.optimizer.steps == 0:  # of those that have joined, which were in a mesh of their own before
-            numerics.note_products()
-        numerics.agree(training.optimizer.config, self._run.membership.axis, places=not chooses)
+            arithmetic.note_products()
+        arithmetic.agree(training.optimizer.config, self._run.membership.axis, places=not chooses)
 
     def _source(self) -> RunState | None:
         """The state that this process can give to the next workers; None if it has none."""

@@ -351,7 +351,7 @@ def compare_replicas(optimizer: ShardedOptimizer, note: Callable[[Mapping[str, A
 def _agree_on_arithmetic(optimizer: ShardedOptimizer, audit: str) -> None:
     """Raise ValueError on all ranks unless their processors and libraries give the same bits.  Collective."""
     remedy = f"leave {audit} out, or use nodes of one kind"
-    what, own = "arithmetic, whose bits an audit compares", optimizer.settings.numerics.own
+    what, own = "arithmetic, whose bits an audit compares", optimizer.settings.arithmetic.own
     agree_on_settings(optimizer.world, own, what=what, remedy=remedy)
 
 
