@@ -60,7 +60,7 @@ def problem(
         As for `mpishard.torch.as_distributed`.
     mesh : Mesh, optional
         That of the optimizer, whose data ranks divide the module by `shard_units`, and whose tensor ranks by `plan`;
-        needed for these only.  An elastic run whose ``layouts`` have tensor ranks asks for a new module for each mesh.
+        needed for these only.  `ElasticOptimizer` with ``layouts`` of tensor ranks asks for a new module for each mesh.
     shard_units : type, tuple of type, callable or "auto", optional
         As for `mpishard.torch.as_distributed`, but frozen parameters stay whole, since a rank that dies has no copy of
         its share of them; default: the module stays whole.  A rank without samples in a
