@@ -221,6 +221,44 @@ class DeferredError:
         axis.raise_together(error)
 
 
+class OtherHasLeft(Exception):
+    """Another rank of an axis has left a block of `left_together` by an error."""
+
+
+@contextlib.contextmanager
+def left_together(axis: Axis) -> Iterator[None]:
+    """A context whose block all ranks of an axis leave where one leaves it by an error. Collective.
+
+    The others raise OtherHasLeft, before the next operation of the block, which calls ``axis.meet()``, or at its end.
+    """
+    if axis.size == 1:
+        yield
+        return
+    before, other_has_left = axis.meet, False
+
+    def meet(leaves: bool = False) -> None:
+        nonlocal other_has_left
+        if not other_has_left:
+            left = axis.all_reduce(np.array([leaves], np.int64), op="max", label="control")
+            other_has_left = bool(left[0]) and not leaves
+        if other_has_left:
+            raise OtherHasLeft(f"another rank of axis {axis.name!r} has failed")
+
+    axis.meet = meet
+    try:
+        yield
+        meet()
+    except MPI.Exception:
+        raise
+    except (Exception, SystemExit) as error:
+        if other_has_left:  # which the user's code may have made another error of
+            raise OtherHasLeft(str(error)) from error
+        meet(leaves=True)
+        raise
+    finally:
+        axis.meet = before
+
+
 # The agreement of ranks on the libraries that multiply matrices.
 
 # The mark of a rank without the variable; larger than all marks.

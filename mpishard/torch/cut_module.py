@@ -620,6 +620,10 @@ class CutModule:
     def _note_gradient(self, name: str, p: Any) -> None:
         self._gradients.note(name, p.grad)
 
+    def forget_gradients(self) -> None:
+        """Compare no gradients of the passes since the last step, which are dropped. Not collective."""
+        self._gradients.begin_after(self._gradients.steps)
+
     def compare_gradients(self) -> None:
         """In the first steps compare the gradients of what all ranks have whole; `problem` is what is wrong."""
         self.problem = self._gradients.compare() or self.problem

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import update_wrapper
 from typing import Any, Protocol
 
 import torch
@@ -64,8 +65,10 @@ class StagedModule:
         self._forms = {name: (p.shape, p.dtype) for name, p in self._tensors.items()}  # of whole ones
         self._stages = _stages_of(layers, self._tensors, self.count)
         self._check_trained()
-        self._forwards: list[Any] = []  # of the layers, by number
-        self._replaced: list[Any] = []  # these, where a layer had its own before, as one that tensor ranks divide
+        self._forwards: list[Any] = []  # of the layers, by number, and of the module
+        self._replaced: list[Any] = []  # these, where one had its own before, as a layer that tensor ranks divide
+        # What a call of the module without gradients returns, of its arguments.
+        self.forward: Callable[[tuple[Any, ...], Mapping[str, Any]], Any] | None = None
         self._places: dict[str, list[tuple[Any, str]]] = {}  # where an absent parameter is in the module
         self._fakes: dict[str, Any] = {}  # what is there now
         self._stage_of_buffer: dict[str, int] = {}
@@ -162,11 +165,12 @@ class StagedModule:
                     self._places.setdefault(name_of[id(p)], []).append((child._parameters, key))
         self._fakes = {name: self._without_values(name) for name in self._places}
         self._leave()
-        run = torch.compiler.disable(StagedModule._run)
-        for number, layer in enumerate(self.layers):
-            self._forwards.append(layer.module.forward)
-            self._replaced.append(vars(layer.module).get("forward"))
-            layer.module.forward = ModuleHook(run, self, number)
+        run, call = torch.compiler.disable(StagedModule._run), torch.compiler.disable(StagedModule._call)
+        runs = [(layer.module, ModuleHook(run, self, number)) for number, layer in enumerate(self.layers)]
+        for module, hook in (*runs, (self.module, ModuleHook(call, self))):
+            self._forwards.append(module.forward)
+            self._replaced.append(vars(module).get("forward"))
+            module.forward = update_wrapper(hook, module.forward)  # of whose arguments transformers looks for some
         refuse = ModuleHook(StagedModule._check_summoned, self)
         for child in self.module.modules():
             self._handles.append(child.register_state_dict_pre_hook(refuse))
@@ -185,16 +189,18 @@ class StagedModule:
         """
         if self._is_lost or not self._forwards:
             return
+        self.forward = None
         if not restores:
             self._is_lost = True
             return
         self._enter()
         for handle in self._handles:
             handle.remove()
-        for layer, replaced in zip(self.layers, self._replaced, strict=True):
-            del layer.module.forward
+        modules = [layer.module for layer in self.layers]
+        for module, replaced in zip((*modules, self.module), self._replaced, strict=True):
+            del module.forward
             if replaced is not None:
-                layer.module.forward = replaced
+                module.forward = replaced
         self._handles.clear()
         self._forwards.clear()
         self._replaced.clear()
@@ -221,6 +227,12 @@ class StagedModule:
             return
         with opening(self.mesh.world, "summon_full_parameters") as same:
             same["writeback"] = flag("writeback", writeback)
+        with self.with_all_stages(writeback):
+            yield
+
+    @contextlib.contextmanager
+    def with_all_stages(self, writeback: bool) -> Iterator[None]:
+        """`summoned`, without its agreement; collective over the pipeline axis unless values are written back."""
         before = {} if writeback else {name: p.detach().clone() for name, p in self.held(self._tensors).items()}
         self._enter()
         self._summoned = True
@@ -272,10 +284,10 @@ class StagedModule:
                 self.cuts.end_pass()
 
     @contextlib.contextmanager
-    def buffers_without_values(self) -> Iterator[None]:
-        """A context in which the buffers of layers stay as they are: the module has others. Not collective."""
+    def buffers_without_values(self, layers: Iterable[StageLayer]) -> Iterator[None]:
+        """A context in which the buffers of some layers stay as they are: these have others. Not collective."""
         found = []
-        for layer in self.layers:
+        for layer in layers:
             for child in layer.module.modules():
                 found += [(child._buffers, key, each) for key, each in child._buffers.items() if each is not None]
         try:
@@ -290,6 +302,17 @@ class StagedModule:
         """The forward pass of a layer itself. Not collective."""
         return self._forwards[number](*args, **kwargs)
 
+    def compute_whole(self, args: Any, kwargs: Any) -> Any:
+        """The forward pass of the module, as a walk follows it. Not collective."""
+        return self._forwards[-1](*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of the module, as it is called: without gradients that of all stages."""
+        self._check_alive()
+        if self.forward is None or self._walk is not None or self._summoned or torch.is_grad_enabled():
+            return self.compute_whole(args, kwargs)
+        return self.forward(args, kwargs)
+
     def _run(self, number: int, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of a layer, as the module calls it."""
         self._check_alive()
@@ -298,9 +321,8 @@ class StagedModule:
         if self._walk is None:
             raise RuntimeError(
                 f"under pipeline={self._axis.size} a rank has the layers of its stages only: call loss_and_gradient("
-                "function, *batch) or loss(function, *batch) of the optimizer of as_distributed, with "
-                "function(module, *batch); or the module within `with mpishard.torch.summon_full_parameters(module):`, "
-                "on all ranks"
+                "function, *batch) of the optimizer of as_distributed, with function(module, *batch); or without "
+                "gradients the module itself, and not its parts, within torch.no_grad(), on all ranks of a data rank"
             )
         return self._walk.call(number, args, kwargs)
 
@@ -337,6 +359,6 @@ def check_has_all_stages(module: Any) -> None:
         forward = vars(child).get("forward")
         if isinstance(forward, ModuleHook) and isinstance(forward.args[0], StagedModule):
             raise ValueError(
-                f"{plain_name(path)!r} is a layer of a stage: the optimizer of as_distributed, which has cut the "
-                "module, was collected as garbage; call its close() before, on all ranks"
+                f"{plain_name(path) or type(child).__name__} has the layers of a stage only: the optimizer of "
+                "as_distributed, which has cut it, was collected as garbage; call its close() before, on all ranks"
             )

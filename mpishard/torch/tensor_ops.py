@@ -32,6 +32,7 @@ class _Moved(torch.autograd.Function):
         ctx.pair = pair
         if isinstance(pair, Copy):
             return x.view_as(x)
+        pair.axis.meet()
         return _along_columns(pair.forward, x, sums=isinstance(pair, Reduce))
 
     @staticmethod
@@ -40,6 +41,7 @@ class _Moved(torch.autograd.Function):
         pair = ctx.pair
         if isinstance(pair, Reduce):
             return dy, None
+        pair.axis.meet()
         return _along_columns(pair.backward, dy, sums=isinstance(pair, Copy)), None
 
 

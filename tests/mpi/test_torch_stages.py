@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
+import itertools
 
 import numpy as np
 import pytest
@@ -117,6 +119,28 @@ def test_steps_of_an_optimizer_of_pytorch(pipeline_mesh):
     assert_same_parameters(module, whole, atol=1e-12)
 
 
+def test_what_stages_send_and_what_comes_back_is_adjoint(comm):
+    """The loss is linear in each layer: the product of its values and of its gradient is the loss, of whole numbers."""
+    if comm.size > 4:
+        pytest.skip("the numbers grow with the layers")
+    random, widths = np.random.default_rng(0), [5, 7, 3, 9, 1, 7][: comm.size + 2]
+
+    def drawn(*shape):
+        return torch.from_numpy(random.integers(-4, 5, shape).astype(float))
+
+    module = torch.nn.Sequential(*(torch.nn.Linear(*ends, bias=False) for ends in itertools.pairwise(widths))).double()
+    for p in module.parameters():
+        p.data = drawn(*p.shape)
+    before, x, dy = copy.deepcopy(module), drawn(5, widths[0]), drawn(5, widths[-1])
+    with Mesh(comm, data=1, pipeline=comm.size) as mesh:
+        optimizer = distributed(module, mesh, mpishard.SGD(lr=1.0))
+        loss = optimizer.loss_and_gradient(lambda module, x, dy: (module(x) * dy).sum(), x, dy, reduction="sum")
+        optimizer.step(count=1)
+        optimizer.close()
+    for p, after in zip(before.parameters(), module.parameters(), strict=True):
+        assert (p * (p - after)).sum().item() == loss
+
+
 def test_stages_of_layers_that_tensor_ranks_divide(comm):
     """All of them on each rank; heads, features and words do not divide, tied ones are in the first and last stage."""
     if comm.size > 3:
@@ -131,6 +155,78 @@ def test_stages_of_layers_that_tensor_ranks_divide(comm):
         optimizer.close()
         assert_same_parameters(module, whole, atol=1e-12)
         torch.testing.assert_close(module(words_of(3)[:, :-1]), whole(words_of(3)[:, :-1]), rtol=0, atol=1e-12)
+
+
+# Calls without gradients.
+
+
+@pytest.mark.parametrize("name", ["streams", *variants.full("sequential", "llama", "gpt2")])
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, *variants.full(torch.inference_mode)])
+def test_a_call_without_gradients_returns_on_all_ranks_what_the_module_does(pipeline_mesh, name, without_gradients):
+    """Other samples, and other numbers of them, on each data rank."""
+    if name in ("llama", "gpt2"):
+        pytest.importorskip("transformers")
+    whole, module = made(name), made(name)
+    optimizer, rank = distributed(module, pipeline_mesh), pipeline_mesh.data.rank
+    with without_gradients():
+        for _ in range(1 + rank):
+            found, expected = (each(words_of(rank)[: 3 + rank, : 2 + rank]) for each in (module, whole))
+            found, expected = (getattr(each, "logits", each) for each in (found, expected))
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    optimizer.close()
+    assert list(inspect.signature(module.forward).parameters) == list(inspect.signature(whole.forward).parameters)
+
+
+GREEDY, OTHER_WAYS = {}, [dict(num_beams=2), dict(use_cache=False), dict(output_hidden_states=True)]
+
+
+@pytest.mark.parametrize("options", [GREEDY, *variants.full(*OTHER_WAYS)], ids=lambda options: next(iter(options), ""))
+@pytest.mark.parametrize("name", ["gpt2", *variants.full("llama")])
+def test_models_of_transformers_continue_texts_as_in_one_process(pipeline_mesh, name, options):
+    """By keys and values that each stage keeps of its layers; texts of other lengths on each data rank."""
+    pytest.importorskip("transformers")
+    whole, module = made(name).eval(), made(name).eval()
+    optimizer, rank = distributed(module, pipeline_mesh), pipeline_mesh.data.rank
+    words = words_of(rank)[:2, : 2 + rank]
+    mask = torch.ones_like(words)
+    mask[0, 0] = 0
+    options = dict(
+        attention_mask=mask, max_new_tokens=4 + rank, do_sample=False, return_dict_in_generate=True, **options
+    )
+    found, expected = (each.generate(words, **options) for each in (module, whole))
+    assert torch.equal(found.sequences, expected.sequences)
+    if "output_hidden_states" in options:
+        for own, theirs in zip(found.hidden_states, expected.hidden_states, strict=True):
+            torch.testing.assert_close(own, theirs, rtol=0, atol=1e-12)
+    optimizer.close()
+
+
+@needs_ranks
+def test_an_error_in_a_call_without_gradients_is_raised_on_all_ranks(pipeline_mesh):
+    """In the last stage of one data rank, of different samples, and of what has no values there."""
+    mesh, module, whole = pipeline_mesh, made("streams"), made("streams")
+    optimizer = distributed(module, mesh)
+    left = []
+
+    def fail(layer, args):
+        if left:
+            raise ValueError(left.pop())
+
+    is_last = mesh.pipeline.rank == mesh.pipeline.size - 1
+    handle = module.layers[3].linear.register_forward_pre_hook(fail)
+    with torch.no_grad():
+        if mesh.data.rank == 0:
+            left += ["no such layer"] if is_last else []
+            with pytest.raises(ValueError, match="no such layer"):
+                module(words_of(0))
+        with pytest.raises(ValueError, match=r"tensor 0 of the inputs"):
+            module(words_of(mesh.pipeline.rank))
+        torch.testing.assert_close(module(words_of(0)), whole(words_of(0)), rtol=0, atol=1e-12)
+        module.head.register_forward_hook(lambda layer, args, found: found if found.sum() > 0 else found)
+        with pytest.raises(ValueError, match="decides by values"):
+            module(words_of(0))
+    handle.remove()
+    optimizer.close()
 
 
 # Errors on one stage.
@@ -186,6 +282,47 @@ def test_an_error_on_one_stage_is_raised_on_all_and_training_goes_on(pipeline_me
     take_steps(whole, adamw(whole), range(3))
     optimizer.close()
     assert_same_parameters(module, whole, atol=1e-12)
+
+
+@needs_ranks
+@pytest.mark.parametrize("where", ["loss", "layer", "gradient", "call"])
+def test_an_error_of_one_tensor_rank_of_a_stage_is_raised_on_all(comm, where):
+    """In its first micro-batch, while the others are in a sum over the tensor axis, or at the end of the pass."""
+    if comm.size > 3:
+        pytest.skip("three heads; test_torch_cut_stages.py has stages on several ranks")
+    left = []
+
+    def count(*_):
+        if left and not left.pop():
+            raise ValueError(f"nothing comes of the {where}")
+
+    def function(module, words):
+        loss = loss_of(module, words)
+        if where == "loss":
+            count()
+        return loss
+
+    with Mesh(comm, tensor=comm.size, debug=True) as mesh:
+        whole, module = fresh(), fresh()
+        optimizer = virtual_stages(module, mesh, 2, plan=PLAN)
+        if where in ("layer", "call"):
+            module.layers[1].down.register_forward_pre_hook(count)
+        elif where == "gradient":
+            module.layers[0].q.weight.register_hook(count)
+        for step in range(3):
+            if step == 1:
+                left[:] = [False] * (mesh.rank == mesh.size - 1)
+                with pytest.raises(ValueError, match=f"nothing comes of the {where}"):
+                    if where == "call":
+                        with torch.no_grad():
+                            module(words_of(step))
+                    else:
+                        optimizer.loss_and_gradient(function, words_of(step))
+            optimizer.loss_and_gradient(function, words_of(step))
+            optimizer.step()
+        take_steps(whole, adamw(whole), range(3))
+        optimizer.close()
+        assert_same_parameters(module, whole, atol=1e-12)
 
 
 # States on other ranks.

@@ -10,7 +10,6 @@ import pytest
 import variants
 
 from mpishard import Mesh
-from mpishard.comm.agreement import DeferredError
 from mpishard.comm.axis import Axis
 from mpishard.layout.tensors import ModelParallelRank
 
@@ -24,7 +23,15 @@ from torch_stages import TwoStreams, made, sequential, take_micro_steps, virtual
 import mpishard  # noqa: E402
 from mpishard.torch.micro_batches import PipelineSettings, micro_batches_of  # noqa: E402
 from mpishard.torch.module import ModuleTensors  # noqa: E402
-from mpishard.torch.stage_passes import Message, MicroBatch, StageChunk, StagePass, Survey, with_tensors  # noqa: E402
+from mpishard.torch.stage_passes import (  # noqa: E402
+    Message,
+    MicroBatch,
+    StageChunk,
+    StageErrors,
+    StagePass,
+    Survey,
+    with_tensors,
+)
 from mpishard.torch.staged_module import StagedModule  # noqa: E402
 from mpishard.torch.stages import layers_of  # noqa: E402
 
@@ -218,8 +225,7 @@ def both_ranks(name):
         tensors = ModuleTensors.of(module)
         staged = StagedModule(module, mesh, layers_of(module, None, 2), tensors.trained, tensors.frozen)
         staged.cut(tensors.buffers, is_filled=False)
-        errors = DeferredError(alone, transactional=False)
-        found.append((staged, StageChunk(staged, rank, torch.device("cpu"), errors)))
+        found.append((staged, StageChunk(staged, rank, torch.device("cpu"), StageErrors(alone, alone))))
     return found
 
 
