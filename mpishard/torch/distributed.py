@@ -133,8 +133,9 @@ def as_distributed(
         names of submodules and lists in this order.  Default: the plan of the module, ``config.base_model_pp_plan``; or
         for a ``Sequential``, or a module with one ``ModuleList`` around its layers, equally many layers of the list a
         stage.  Then ``p.grad`` cannot be used.
-    schedule : {"1f1b", "gpipe", "interleaved"}
-        The order in which pipeline stages work, see `mpishard.pipeline.schedule`.
+    schedule : {"1f1b", "gpipe", "interleaved", "zb-h1"}
+        The order in which pipeline stages work, see `mpishard.pipeline.schedule`.  With "zb-h1" the products for
+        weights in ``torch.nn.functional.linear`` come after the gradients of inputs, while others wait for these.
     chunks : int
         Stages of a pipeline rank, for the interleaved schedule.
     microbatches : int, optional

@@ -36,7 +36,8 @@ class ForwardPass:
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the module returns. Collective; an error of one rank is raised on all."""
-        staged, problem = self._staged, None
+        staged = self._staged
+        problem: BaseException | None = None
         others = [layer for layer in staged.layers if not self._mesh.place.runs(layer.stage)]
         try:
             with left_together(self._mesh.tensor), staged.following(self), staged.buffers_without_values(others):
@@ -57,7 +58,7 @@ class ForwardPass:
             if self._is_over:
                 raise
             problem = error
-        self._meet((), problem, has_failed=True)
+        return self._meet((), problem, has_failed=True)  # raises
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         staged, layer = self._staged, self._staged.layers[number]
@@ -77,6 +78,11 @@ class ForwardPass:
         axis, tensors = self._mesh.pipeline, list(tensors_in(found))
         lacks = [self._values.of(each) is None for each in tensors]
         by_rank = self._meet(tuple(lacks))[:: self._mesh.tensor.size]
+        if len(counts := sorted(set(map(len, by_rank)))) > 1:
+            raise RuntimeError(
+                f"the code around {self._last!r} hands on {counts[0]} tensors on one rank and {counts[-1]} on another: "
+                "it must not depend on whether a tensor has values"
+            )
         for tensor, own, missing in zip(tensors, lacks, zip(*by_rank, strict=True), strict=True):
             if all(missing) or not any(missing):
                 continue  # what all lack a layer that takes it refuses
@@ -86,7 +92,9 @@ class ForwardPass:
                 self._values.note(tensor, value)
             broadcast_values(value, axis, axis.size - 1 - missing[::-1].index(False))
 
-    def _meet(self, lacks: tuple[bool, ...], problem: Any = None, has_failed: bool = False) -> list[tuple[bool, ...]]:
+    def _meet(
+        self, lacks: tuple[bool, ...], problem: BaseException | None = None, has_failed: bool = False
+    ) -> list[tuple[bool, ...]]:
         """What each rank of the replica lacks, by rank; raises where one has failed. Collective over it."""
         found = self._replica.allgather_object((has_failed, lacks))
         if any(failed for failed, _ in found):

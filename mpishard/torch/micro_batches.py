@@ -46,6 +46,7 @@ class PipelineSettings:
     name: str
     chunks: int
     microbatches: int
+    has_weights_apart: bool  # it computes their gradients in passes of their own
 
     @classmethod
     def of(cls, name: Any, chunks: Any, microbatches: Any, ranks: int) -> PipelineSettings:
@@ -54,12 +55,7 @@ class PipelineSettings:
             integer("microbatches", microbatches, least=1)
         count = microbatches_on(ranks, microbatches)
         made = make_schedule(name, ranks, count, chunks)
-        if any(action.kind in "IW" for program in made.programs for action in program):
-            raise ValueError(
-                f"schedule={name!r} computes the gradients of inputs and of weights apart, and autograd of PyTorch "
-                "both in one pass: use '1f1b', 'gpipe' or 'interleaved'"
-            )
-        return cls(name, chunks, count)
+        return cls(name, chunks, count, any(action.kind == "W" for action in made.programs[0]))
 
     def warn(self, ranks: int) -> None:
         """Warn if there are fewer micro-batches than stages. One rank is enough to call it."""
@@ -212,7 +208,8 @@ class PipelinedPasses(ModulePasses):
                 scale = optimizer.scale(1.0) if trains else 1.0
                 for arguments, factor in micro_batches_of(batch, self.settings.microbatches, reduction):
                     survey = self._survey(function, arguments, trains)
-                    found.append(MicroBatch(function, arguments, factor, scale, survey, trains))
+                    apart = trains and self.settings.has_weights_apart
+                    found.append(MicroBatch(function, arguments, factor, scale, survey, trains, apart))
             self._compare(tensors_in(batch), "samples", caught.error)
         if self._checks_plan:
             with raised_on_all(mesh.world):

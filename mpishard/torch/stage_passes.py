@@ -35,6 +35,7 @@ from mpishard.nn.workspace import Workspace
 from mpishard.torch.memory import array_module, as_tensor, finish_stream
 from mpishard.torch.staged_module import StagedModule
 from mpishard.torch.units import tensors_in
+from mpishard.torch.weight_products import WeightProducts
 
 Array = Any
 
@@ -278,10 +279,19 @@ class StagePass:
     """The pass of a micro-batch through the layers of one virtual stage.
 
     `received` are the tensors of its boundary.  After `run` it has `ends`, the tensors for the next stage, or of the
-    last stage its loss.
+    last stage its loss.  `products` has what `backward` leaves of the gradients of weights.
     """
 
-    def __init__(self, staged: StagedModule, survey: Survey, stage: int, received: Sequence[Any], trains: bool) -> None:
+    def __init__(
+        self,
+        staged: StagedModule,
+        survey: Survey,
+        stage: int,
+        received: Sequence[Any],
+        trains: bool,
+        products: WeightProducts | None = None,
+    ) -> None:
+        self.products = products
         self._staged = staged
         self._survey = survey
         self._stage = stage
@@ -299,7 +309,7 @@ class StagePass:
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
         staged = self._staged
-        with staged.following(self), torch.set_grad_enabled(self._trains):
+        with staged.following(self), torch.set_grad_enabled(self._trains), self.products or nullcontext():
             try:
                 loss = function(staged.module, *arguments)
             except PassEnd:
@@ -318,8 +328,9 @@ class StagePass:
         """The backward pass along the gradients of `ends`, some of which may need none."""
         pairs = [(end, each) for end, each in zip(self.ends, gradients, strict=True) if end.requires_grad]
         if pairs:
+            backward = torch.autograd.backward if self.products is None else self.products.backward
             with self._staged.following(self):  # activation checkpoints call layers again
-                torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+                backward(*map(list, zip(*pairs, strict=True)))
         self.ends.clear()
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -381,6 +392,7 @@ class MicroBatch:
     loss_scale: float
     survey: Survey
     trains: bool
+    has_weights_apart: bool = False  # the backward pass leaves gradients of weights to another
 
 
 class StageErrors(DeferredError):
@@ -442,7 +454,8 @@ class StageChunk:
         if not self._has_failed(x):
             with self._errors.capture():
                 received = [] if x is None else survey.boundaries[stage].activations.unpack(x)
-                passed = StagePass(self._staged, survey, stage, received, batch.trains)
+                products = WeightProducts() if batch.has_weights_apart else None
+                passed = StagePass(self._staged, survey, stage, received, batch.trains, products)
                 passed.run(batch.function, batch.arguments)
                 if message is None:
                     output = passed.ends[0].detach() * batch.factor
@@ -481,7 +494,12 @@ class StageChunk:
         return self._errors.has_failed or (message is not None and Message.has_failed(message))
 
     def input_gradient(self, dy: Array | None, work: Workspace, batch: MicroBatch) -> Array | None:
-        raise NotImplementedError("autograd computes both gradients in one pass")
+        passed: StagePass | None = work.kept.get("pass")
+        work.kept["products"] = None if passed is None else passed.products
+        return self.backward(dy, work, batch)
 
     def weight_gradient(self, work: Workspace) -> None:
-        raise NotImplementedError("autograd computes both gradients in one pass")
+        products: WeightProducts | None = work.kept.pop("products")
+        if products is not None and not self._errors.has_failed:
+            with self._errors.capture():
+                products.add()

@@ -69,13 +69,18 @@ def test_steps_are_those_of_one_process(pipeline_mesh, name, zero):
     assert_same_parameters(module, whole, atol=1e-12)
 
 
-@pytest.mark.full
+OTHER_SCHEDULES = [("zb-h1", 0), ("gpipe", 0), ("interleaved", 0)]
+
+
 @needs_ranks
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
-def test_other_schedules(pipeline_mesh, schedule):
+@pytest.mark.parametrize(
+    ("schedule", "zero"), [("zb-h1", 2), *(pytest.param(*each, marks=pytest.mark.full) for each in OTHER_SCHEDULES)]
+)
+def test_other_schedules(pipeline_mesh, schedule, zero):
     chunks = 2 if schedule == "interleaved" else 1
-    whole, module = fresh(layers=6), fresh(layers=6)
-    optimizer = distributed(module, pipeline_mesh, schedule=schedule, chunks=chunks, microbatches=4)
+    layers = chunks * pipeline_mesh.pipeline.size
+    whole, module = fresh(layers=layers), fresh(layers=layers)
+    optimizer = distributed(module, pipeline_mesh, zero=zero, schedule=schedule, chunks=chunks, microbatches=4)
     expected = take_steps(whole, adamw(whole), range(3))
     losses = take_micro_steps(module, optimizer, range(3), pipeline_mesh.data)
     means = pipeline_mesh.data.all_reduce(np.array(losses)) / pipeline_mesh.data.size
@@ -285,7 +290,7 @@ def test_an_error_on_one_stage_is_raised_on_all_and_training_goes_on(pipeline_me
 
 
 @needs_ranks
-@pytest.mark.parametrize("where", ["loss", "layer", "gradient", "call"])
+@pytest.mark.parametrize("where", ["layer", "gradient", "call", *variants.full("loss")])
 def test_an_error_of_one_tensor_rank_of_a_stage_is_raised_on_all(comm, where):
     """In its first micro-batch, while the others are in a sum over the tensor axis, or at the end of the pass."""
     if comm.size > 3:
@@ -428,7 +433,7 @@ def test_a_module_in_stages_says_what_it_cannot_do(pipeline_mesh):
     ("options", "message"),
     [
         (dict(zero=3), "zero=3"),
-        (dict(schedule="zb-h1"), "zb-h1"),
+        (dict(schedule="fast"), "'fast'"),
         (dict(chunks=2), "chunk"),
         (dict(stages=["nothing"]), "'nothing'"),
         (dict(microbatches=0), "microbatches"),
@@ -455,5 +460,5 @@ def test_meshes_and_settings_that_do_not_go_with_stages(comm, pipeline_mesh):
     frozen[0].requires_grad_(False)
     with pytest.raises(ValueError, match="pipeline rank 0 would have no parameter"):
         distributed(frozen, pipeline_mesh, stages=["2", "4"][: pipeline_mesh.pipeline.size - 1])
-    with Mesh(comm) as mesh, pytest.raises(ValueError, match="zb-h1"):
-        distributed(sequential(), mesh, schedule="zb-h1")
+    with Mesh(comm) as mesh, pytest.raises(ValueError, match="'fast'"):
+        distributed(sequential(), mesh, schedule="fast")
