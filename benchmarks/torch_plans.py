@@ -88,9 +88,9 @@ def elements_of(kind: str) -> float:
     keys = KEY_VALUE_HEADS * WIDTH // HEADS
     block = 2 * WIDTH * (WIDTH + keys) + 3 * WIDTH * HIDDEN
     words, norms = VOCABULARY * WIDTH, (2 * LAYERS + 1) * WIDTH
-    if mesh is TENSOR:  # the embedding is whole in the plan of transformers, and cut in our own Llama
-        cut = LAYERS * block + words * (2 if kind.startswith("own-") else 1)
-        return cut / RANKS + LAYERS * block + 2 * words - cut + norms
+    if mesh is TENSOR:  # all matrices are cut, but for the embedding of PyTorch's side
+        whole = words if kind.startswith("torch-") else 0
+        return (LAYERS * block + 2 * words - whole) / RANKS + whole + norms
     if mesh is PIPELINE:  # the last stage has the last norm and the head
         return LAYERS * block / RANKS + words + LAYERS * WIDTH + WIDTH
     return LAYERS * block + 2 * words + norms

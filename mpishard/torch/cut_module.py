@@ -26,6 +26,7 @@ from mpishard.layout.boxes import run_lengths, split, whole_box
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
 from mpishard.nn.tensor_parallel import AdjointPair, Copy, GatherColumns, Reduce, ScatterColumns
 from mpishard.torch.buffers import as_fact
+from mpishard.torch.divided_logits import LossOfLabels, cross_entropy_of_parts
 from mpishard.torch.memory import as_array, as_reals, broadcast_values, finish_stream
 from mpishard.torch.plan_checks import PassRecord, ReplicaGradients, copied, is_plain
 from mpishard.torch.plans import LayerCut, dropout_rate, planned, terms_of
@@ -101,6 +102,7 @@ class CutModule:
         self._entered: tuple[Any, int, Any] = None, 0, None  # the last input that was entered, its version, the result
         self._drops = dropout_rate(module) > 0
         self._layers = [self._layer_of(cut) for cut in cuts]
+        self._loss = LossOfLabels(module, cuts, mesh)
         # Attributes that count heads, each with its value in the whole module.
         counts = {(id(each.attention), each.name): each for cut in cuts for each in cut.counts}
         self._counts = [(each, getattr(each.attention, each.name)) for each in counts.values()]
@@ -305,6 +307,7 @@ class CutModule:
         self._handles.clear()
         for cut in self._cuts:
             del cut.layer.forward
+        self._loss.remove()
         self._count_heads(whole=True)
 
     def check_not_summoned(self, what: str, would: str = "be undone at its end") -> None:
@@ -391,7 +394,9 @@ class CutModule:
                     None if p is None else p.unflatten(0, (-1, size))[heads].flatten(0, 1) for p in (weight, bias)
                 )
             y = torch.nn.functional.linear(self._enter_once(layer, x), weight, bias)
-            return y if layer.pair is None else self._gradients.watch(layer.gives, self._moved(y, layer.pair))
+            if layer.pair is None or (self._loss.keeps(cut) and not self._is_local):
+                return y
+            return self._gradients.watch(layer.gives, self._moved(y, layer.pair))
         x = x if layer.pair is None else self._moved(self._gradients.watch(layer.takes, x), layer.pair)
         y = self._moved(torch.nn.functional.linear(x, weight), self._leave)
         return self._gradients.watch(layer.gives, y if bias is None else y + bias.to(y.dtype))
@@ -446,6 +451,17 @@ class CutModule:
         y = self._moved(y.masked_fill(~is_here[..., None], 0), self._leave)
         return self._gradients.watch(layer.gives, y)
 
+    def cross_entropy(self, layer: _Layer, logits: Any, targets: Any, ignore_index: int, reduction: str) -> Any:
+        """The loss of the outputs of a layer, whole ones or this rank's part."""
+        columns = layer.cut.offsets[-1]
+        if self._is_local and logits.shape[-1] < columns:
+            logits = self._moved(logits, GatherColumns(self._axis, columns))
+        if logits.shape[-1] == columns:
+            logits_nv, targets_n = logits.reshape(-1, columns), targets.reshape(-1)
+            how = {"ignore_index": ignore_index, "reduction": reduction}
+            return torch.nn.functional.cross_entropy(logits_nv, targets_n, **how)
+        return cross_entropy_of_parts(logits, targets, self._axis, columns, ignore_index, reduction)
+
     # -- checks -------------------------------------------------------------------------------------------------------
 
     def check_first_pass(
@@ -480,11 +496,12 @@ class CutModule:
             given, named = copied((args, kwargs))
             torch.manual_seed(0)
             try:
-                self._record.note_output(module.forward(*given, **named))
+                self._record.note_output(self._loss.hide(module.forward(*given, **named), None))
                 return self._record
             finally:
                 self._record = None
 
+        self._loss.begin(kwargs)
         with self._without_trace(module, gathered):
             self._is_local = True
             try:
@@ -573,6 +590,7 @@ class CutModule:
         self._meet()
         if self._mesh.pipeline.size == 1:
             self._agree_on_inputs(args, kwargs)
+        self._loss.begin(kwargs)
         if self._drops and module.training:
             device = next(iter(self._tensors.values())).device
             state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
@@ -583,6 +601,7 @@ class CutModule:
                 torch.set_rng_state(state)
 
     def _after(self, module: Any, args: Any, output: Any) -> Any:
+        self._loss.end(output)
         self.end_pass()
 
     def _check_input(self, cut: LayerCut, layer: Any, args: Any) -> None:

@@ -1,4 +1,4 @@
-"""`as_distributed` for PyTorch modules, and `summon_full_parameters`."""
+"""`as_distributed` for PyTorch modules, `summon_full_parameters`, and `cross_entropy`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mpishard.arguments import flag
+from mpishard.arguments import flag, kind_of
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import opening
 from mpishard.comm.mesh import Mesh
@@ -36,7 +36,9 @@ from mpishard.torch.module_optimizer import ModuleOptimizer
 from mpishard.torch.sequences import PLAN, SequenceModule
 from mpishard.torch.staged_module import StagedModule
 from mpishard.torch.stages import layers_of
+from mpishard.torch.tensor_ops import HALF
 from mpishard.torch.torch_rule import rule_of_optimizer
+from mpishard.torch.units import ModuleHook
 
 
 def as_distributed(
@@ -305,3 +307,58 @@ def summon_full_parameters(module: Any, *, writeback: bool = True) -> AbstractCo
     if state is None:
         raise ValueError("summon_full_parameters is for a module that as_distributed has made distributed")
     return state.summoned(writeback)
+
+
+def cross_entropy(
+    logits: Any, targets: Any, layer: Any, *, ignore_index: int = -100, reduction: str = "mean"
+) -> Any:
+    """The loss of logits that stay where the tensor ranks have computed them.
+
+    For the forward pass of a module of your own whose output layer the plan of `as_distributed` cuts "colwise", as in
+    ``return mpishard.torch.cross_entropy(self.head(x), targets, self.head)``.  Ranks take the maximum and two sums of
+    each row, and none has whole logits; autograd keeps the gradient of the part, in its memory.  Models of transformers
+    do the same by themselves where they are called with ``labels`` in training mode.  Of a layer that is whole it is
+    `torch.nn.functional.cross_entropy`.  Shoeybi et al., "Megatron-LM" (2019), section 3.
+
+    Collective over the tensor axis of the mesh, if the layer is cut.
+
+    Parameters
+    ----------
+    logits : Tensor, shape (..., columns)
+        The outputs of the layer: those that this rank has, or all.  Half precision is computed in float32.
+    targets : Tensor of int64, shape (...)
+        Numbers of the right outputs, of all; the same on all tensor ranks.
+    layer : torch.nn.Linear
+        The layer.
+    ignore_index : int
+        Rows with this target do not count.
+    reduction : {"mean", "sum"}
+        Over the rows that count; the mean of none is NaN.
+
+    Returns
+    -------
+    Tensor, shape ()
+        In nats, the same on all tensor ranks: float64 for logits of float64, else float32.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `layer` is no `Linear` with these outputs, or a target is no output.
+    """
+    if not isinstance(layer, torch.nn.Linear):
+        raise TypeError(f"layer must be the Linear whose outputs the logits are, got {kind_of(layer)}")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction={reduction!r} must be 'mean' or 'sum'")
+    logits = logits.float() if logits.dtype in HALF else logits
+    hook = vars(layer).get("forward")
+    if isinstance(hook, ModuleHook) and isinstance(hook.args[0], CutModule):
+        return hook.args[0].cross_entropy(hook.args[1], logits, targets, ignore_index, reduction)
+    columns = layer.out_features
+    if logits.shape[-1] != columns:
+        raise ValueError(
+            f"logits have {logits.shape[-1]} columns, and the layer has {columns} outputs: give the layer that has "
+            "computed them; on pipeline ranks the plan needs 'colwise_gather_output' for it"
+        )
+    return torch.nn.functional.cross_entropy(
+        logits.reshape(-1, columns), targets.reshape(-1), ignore_index=ignore_index, reduction=reduction
+    )

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch_plans import PLAN, Transformer  # noqa: E402
 
+from mpishard.torch.distributed import cross_entropy  # noqa: E402
 from mpishard.torch.plan_checks import PassRecord  # noqa: E402
 from mpishard.torch.plans import Style, cuts_of, styles_of, terms_of  # noqa: E402
 
@@ -245,3 +246,18 @@ def test_passes_that_differ_by_rounding_or_in_few_elements_are_alike():
 def test_passes_that_differ_are_found(x, message):
     with pytest.raises(ValueError, match=message):
         _record(x).check(_record(torch.ones(4, 4)))
+
+
+def test_the_loss_of_a_layer_that_is_whole_is_that_of_pytorch():
+    layer = torch.nn.Linear(4, 5)
+    logits, targets = layer(torch.linspace(-1, 1, 24).reshape(2, 3, 4)).bfloat16(), torch.tensor([[0, 4, 7], [1, 2, 7]])
+    found = cross_entropy(logits, targets, layer, ignore_index=7, reduction="sum")
+    expected = torch.nn.functional.cross_entropy(logits.float().mT, targets, ignore_index=7, reduction="sum")
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="4 columns, and the layer has 5"):
+        cross_entropy(logits[..., :4], targets, layer)
+    with pytest.raises(ValueError, match="reduction='none'"):
+        cross_entropy(logits, targets, layer, reduction="none")
+    with pytest.raises(TypeError, match="layer must be"):
+        cross_entropy(logits, targets, layer.weight)

@@ -68,11 +68,12 @@ def test_stages_names_where_they_begin():
 def test_a_plan_says_the_order_of_calls():
     module = torch.nn.Module()
     module.norm, module.head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    module.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2))
+    module.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(4))
     module.tokens = torch.nn.Embedding(2, 2)
-    plan = dict.fromkeys(("tokens", "layers", "norm"))
-    order = ["tokens", "layers.0", "layers.1", "norm", "head"]
-    assert cuts(module, plan) == (["layers.1"], order)
+    plan = dict.fromkeys(("tokens", "layers", "norm", "head"))
+    order = ["tokens", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "head"]
+    assert cuts(module, plan) == (["layers.2"], order)
+    assert cuts(module, plan, count=7) == (order[1:], order)  # more stages than the list has layers
 
 
 def test_models_of_transformers_bring_their_plan():
