@@ -120,7 +120,8 @@ def as_distributed(
         Layers that it does not name are whole on each tensor rank.  Default: the plan of the module itself,
         ``module.tp_plan``, as models of transformers have it.  Then all tensor ranks of a data rank call the module
         with the same samples, ``p.grad`` cannot be used, and the module is whole only within `summon_full_parameters`
-        and after `ModuleOptimizer.close`.  Shoeybi et al., "Megatron-LM" (2019), section 3.  With "sequence" tensor
+        and after `ModuleOptimizer.close`; the loss of ``labels`` of a model of transformers in training mode leaves the
+        logits in parts, see `cross_entropy`.  Shoeybi et al., "Megatron-LM" (2019), section 3.  With "sequence" tensor
         ranks divide the tokens of each sequence in place of the layers, for a decoder of transformers: each has its
         tokens of what the module returns, and the ``loss`` of all labels.  Jacobs et al., "DeepSpeed Ulysses" (2023),
         section 3.
@@ -309,9 +310,7 @@ def summon_full_parameters(module: Any, *, writeback: bool = True) -> AbstractCo
     return state.summoned(writeback)
 
 
-def cross_entropy(
-    logits: Any, targets: Any, layer: Any, *, ignore_index: int = -100, reduction: str = "mean"
-) -> Any:
+def cross_entropy(logits: Any, targets: Any, layer: Any, *, ignore_index: int = -100, reduction: str = "mean") -> Any:
     """The loss of logits that stay where the tensor ranks have computed them.
 
     For the forward pass of a module of your own whose output layer the plan of `as_distributed` cuts "colwise", as in

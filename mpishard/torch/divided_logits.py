@@ -72,8 +72,8 @@ class UnavailableLogits(torch.Tensor):
             return False
         raise RuntimeError(
             "logits is not available: with labels in training mode the loss was computed on the parts of the logits "
-            "that tensor ranks have.  For whole logits call the model without labels or after model.eval(), or give it a "
-            "loss_function of your own"
+            "that tensor ranks have.  For whole logits call the model without labels, or after model.eval(), or give "
+            "it a loss_function of your own"
         )
 
 
@@ -99,10 +99,10 @@ class LossOfLabels:
     def begin(self, kwargs: Mapping[str, Any]) -> None:
         """Find out whether a pass with these arguments has the loss of parts. Not collective."""
         self.is_due = False
-        has_labels = self._head is not None and kwargs.get("labels") is not None
-        returns_fields = kwargs.get("return_dict", True) is not False and has_labels and self._model.config.return_dict
-        if not (returns_fields and self._model.training):
+        if self._head is None or kwargs.get("labels") is None or not self._model.training:
             return
+        if kwargs.get("return_dict") is False or not self._model.config.return_dict:
+            return  # a tuple, in which logits have no name
         from transformers.loss.loss_utils import ForCausalLMLoss
 
         if self._model.loss_function is ForCausalLMLoss:
