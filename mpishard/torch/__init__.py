@@ -7,9 +7,9 @@ loop.
 Read ``distributed`` and ``module_optimizer`` first, then ``module``, and ``gradient_hooks``, which take gradients;
 ``torch_rule`` with ``live_groups`` and ``torch_steps``, for optimizers and schedulers of PyTorch; ``own_steps`` for the
 steps that these take themselves; ``sharded_module``, for modules whose parameters are divided; ``plans``,
-``cut_module`` and ``tensor_ops``, for those whose layers are cut over tensor ranks, and ``sequences``, for those whose
-sequences are; ``stages``, ``staged_module``, ``stage_passes`` and ``micro_batches``, for pipelines; ``problem`` for
-`optimize`; the rest by name.
+``cut_module`` and ``tensor_ops``, for those whose layers are cut over tensor ranks, ``sequences``, for those whose
+sequences are, and ``expert_module`` with ``experts``, for those whose experts are; ``stages``, ``staged_module``,
+``stage_passes`` and ``micro_batches``, for pipelines; ``problem`` for `optimize`; the rest by name.
 
 `convert_sync_batchnorm` lets batch norms see the samples of all ranks; `join` is for uneven numbers of batches;
 `summon_full_parameters` shows the parameters of a module whose ranks have shares of them.

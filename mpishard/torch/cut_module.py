@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from mpishard.layout.boxes import run_lengths, split, whole_box
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
 from mpishard.nn.tensor_parallel import AdjointPair, Copy, GatherColumns, Reduce, ScatterColumns
 from mpishard.torch.buffers import as_fact
+from mpishard.torch.experts import Dealt
 from mpishard.torch.memory import as_array, as_reals, broadcast_values, finish_stream
 from mpishard.torch.plan_checks import PassRecord, ReplicaGradients, copied, is_plain
 from mpishard.torch.plans import LayerCut, dropout_rate, planned, terms_of
@@ -80,6 +82,8 @@ class CutModule:
     the whole module. Methods are collective over the tensor axis, unless they say otherwise.
     """
 
+    divides_samples = False  # tensor ranks have samples of their own
+
     def __init__(
         self,
         module: Any,
@@ -117,6 +121,7 @@ class CutModule:
         self._check_is_due = checks_pass  # a pass shall be compared with one of the whole module
         self._fits_whole = True  # which a rank has room for
         self.problem: ValueError | None = None  # what the comparison of gradients has found
+        self._expert_tokens = np.zeros(self._axis.size, np.int64)  # in this step, by the experts of each rank
 
     @classmethod
     def of(
@@ -379,6 +384,8 @@ class CutModule:
             return layer.own(*args, **kwargs)
         if cut.kind == "Embedding":
             return self._look_up(layer, x)
+        if cut.style.cuts == "experts":
+            return x if self._is_local else self._gradients.watch(layer.gives, self._deal(layer, x, *others))
         if cut.kind == "experts":
             routing = [others[0], moved(others[1], self._enter)] if others else []
             y = layer.own(self._enter_once(layer, x), *routing)
@@ -395,6 +402,22 @@ class CutModule:
         x = x if layer.pair is None else self._moved(self._gradients.watch(layer.takes, x), layer.pair)
         y = self._moved(torch.nn.functional.linear(x, weight), self._leave)
         return self._gradients.watch(layer.gives, y if bias is None else y + bias.to(y.dtype))
+
+    def _deal(self, layer: _Layer, x_nc: Any, index_nk: Any, weights_nk: Any) -> Any:
+        """What experts that ranks have whole make of the tokens, of which each rank brings some."""
+        x_nc = self._gradients.watch(layer.takes, x_nc)
+        rows, (start, stop) = len(x_nc), split(len(x_nc), self._axis.size)[self._axis.rank : self._axis.rank + 2]
+        cut, join = ScatterColumns(self._axis, rows), GatherColumns(self._axis, rows)
+        own = [moved(each.t(), cut).t() for each in (x_nc, weights_nk)]
+        y_nc = self._compute_dealt(layer, own[0], index_nk[start:stop], own[1])
+        return moved(y_nc.t(), join).t()
+
+    def _compute_dealt(self, layer: _Layer, x_nc: Any, index_nk: Any, weights_nk: Any) -> Any:
+        """What experts on all ranks make of this rank's tokens."""
+        dealt = Dealt.of(index_nk, self._axis, layer.cut.offsets)
+        if torch.is_grad_enabled():
+            self._expert_tokens += dealt.tokens
+        return dealt.compute(layer.own, x_nc, weights_nk)
 
     def _moved(self, x: Any, pair: AdjointPair) -> Any:
         """An operation of the tensor axis; of a pass that sends nothing, a tensor of the shape."""
@@ -619,6 +642,14 @@ class CutModule:
 
     def _note_gradient(self, name: str, p: Any) -> None:
         self._gradients.note(name, p.grad)
+
+    def end_expert_tokens(self) -> float:
+        """The largest part of the tokens of a step that experts of one rank have computed; NaN if there were none.
+
+        Not collective.
+        """
+        tokens, self._expert_tokens = self._expert_tokens, np.zeros_like(self._expert_tokens)
+        return float(tokens.max() / tokens.sum()) if tokens.any() else math.nan
 
     def compare_gradients(self) -> None:
         """In the first steps compare the gradients of what all ranks have whole; `problem` is what is wrong."""

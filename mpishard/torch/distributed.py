@@ -20,6 +20,7 @@ from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.torch.batch_norm import has_norms_over_ranks
 from mpishard.torch.buffers import check_mode
 from mpishard.torch.cut_module import CutModule
+from mpishard.torch.expert_module import ExpertModule
 from mpishard.torch.layer_filler import LayerFiller
 from mpishard.torch.live_groups import LiveGroups, RuleGroups, groups_of
 from mpishard.torch.memory import array_module
@@ -33,6 +34,7 @@ from mpishard.torch.module import (
     state_of,
 )
 from mpishard.torch.module_optimizer import ModuleOptimizer
+from mpishard.torch.plans import EXPERTS
 from mpishard.torch.sequences import PLAN, SequenceModule
 from mpishard.torch.staged_module import StagedModule
 from mpishard.torch.stages import layers_of
@@ -109,19 +111,21 @@ def as_distributed(
         have memory, and fills them in place, as ``lambda layer: layer.reset_parameters()``.  The values of rank 0 are
         taken, and of one layer a rank has all parameters meanwhile.  After an error in it, the module is in no usable
         state.
-    plan : mapping of str to str, tuple or ParallelStyle, or "sequence", optional
+    plan : mapping of str to str, tuple or ParallelStyle, "sequence" or "experts", optional
         Which layers the tensor ranks of the mesh divide: the style of each by its name, in which ``*`` is any part, as
         ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``.  Styles are the names of transformers "colwise",
         "colwise_gather_output" or "colwise_rep", "rowwise", "rowwise_split_input" or "rowwise_rep", "packed_colwise" or
         ``("packed_colwise", 3)``, "packed_rowwise", "embedding_rowwise", "embedding_colwise", "moe_tp_experts",
-        "replicate" and "replicated_with_grad_allreduce", or a ``ColwiseParallel`` or ``RowwiseParallel`` of PyTorch.
+        "ep_dispatch_experts", "replicate" and "replicated_with_grad_allreduce", or a ``ColwiseParallel`` or
+        ``RowwiseParallel`` of PyTorch.
         Layers that it does not name are whole on each tensor rank.  Default: the plan of the module itself,
         ``module.tp_plan``, as models of transformers have it.  Then all tensor ranks of a data rank call the module
         with the same samples, ``p.grad`` cannot be used, and the module is whole only within `summon_full_parameters`
         and after `ModuleOptimizer.close`.  Shoeybi et al., "Megatron-LM" (2019), section 3.  With "sequence" tensor
         ranks divide the tokens of each sequence in place of the layers, for a decoder of transformers: each has its
         tokens of what the module returns, and the ``loss`` of all labels.  Jacobs et al., "DeepSpeed Ulysses" (2023),
-        section 3.
+        section 3.  With "experts" each tensor rank has samples of its own, as data ranks have, and some of the experts
+        of a mixture of transformers, for the tokens of all.  Lepikhin et al., "GShard" (2020), section 3.
     check_plan : bool
         Whether the first pass of a module that tensor ranks have cut is compared with that of the whole module, and
         raises ValueError on all tensor ranks where they differ.  This takes three passes without gradients, in
@@ -180,6 +184,8 @@ def as_distributed(
         cuts: CutModule | None
         if isinstance(plan, str) and plan == PLAN:
             cuts = SequenceModule.of_model(module, mesh, tensors.trained, tensors.frozen, checks_pass=checks_pass)
+        elif isinstance(plan, str) and plan == EXPERTS:
+            cuts = ExpertModule.of_model(module, mesh, tensors.trained, tensors.frozen, checks_pass=checks_pass)
         else:
             cuts = CutModule.of(module, plan, mesh, tensors.trained, tensors.frozen, checks_pass=checks_pass)
         staged: StagedModule | None = None
@@ -192,7 +198,7 @@ def as_distributed(
             filler = LayerFiller(materialize, module, {**tensors.trained, **tensors.frozen}, mesh.world, cuts, staged)
             same["materialize"] = filler.described
         if cuts is not None:
-            _check_cuts(optimizer)
+            _check_cuts(optimizer, cuts)
             if zero == 3 and filler is not None and not filler.reads_parts:
                 raise ValueError(
                     f"materialize is a function, which fills whole layers, and zero=3 with tensor={mesh.tensor.size} "
@@ -265,9 +271,14 @@ def _check_stages(module: Any, optimizer: ShardedOptimizer, zero: int) -> None:
         )
 
 
-def _check_cuts(optimizer: ShardedOptimizer) -> None:
+def _check_cuts(optimizer: ShardedOptimizer, cuts: CutModule) -> None:
     """Raise ValueError for what tensor ranks of a module cannot do."""
     mesh = optimizer.mesh
+    if cuts.divides_samples and not optimizer.config.auto_sync_gradients:
+        raise ValueError(
+            f"auto_sync_gradients=False with plan={EXPERTS!r}: calls of step are counted over data ranks alone; use "
+            "no_sync() for passes that add up"
+        )
     if optimizer.sharding.workers_differ:
         raise ValueError(
             f"{type(optimizer).__name__} with tensor={mesh.tensor.size}: workers that take steps by themselves have "

@@ -41,7 +41,10 @@ def loop_hooks(state: ModuleState, optimizer: ShardedOptimizer) -> LoopHooks:
     # The norm of a part, as of torch.nn.utils.clip_grad_norm_, would be another one on each tensor or pipeline rank.
     is_cut = state.cuts is not None or state.stages is not None
     if not strategy.reducer.keeps_memory or config.loss_scale not in (None, 1) or is_cut:
-        return SentHooks(*given, compares_calls=compares_calls)
+        hooks = SentHooks(*given, compares_calls=compares_calls)
+        if state.cuts is not None and state.cuts.divides_samples:
+            hooks.divide_by = config.mesh.size
+        return hooks
     if not (strategy.sums_are_everywhere and config.auto_sync_gradients):
         return LocalHooks(*given, compares_calls=compares_calls)
     return MeanHooks(*given, compares_calls=compares_calls, compares_values=config.mesh.debug, ranks=strategy.axis.size)
@@ -73,6 +76,10 @@ class ModuleOptimizer(torch.optim.Optimizer):
         That of mpishard, with `steps`, `gradient_norm`, `rule` and the rest.
     unused_parameters : list of str
         Names of the parameters that got no gradient on this rank in the last step.  Their gradient here counts as zero.
+    expert_load : float
+        Where ranks have dealt out experts: the largest part that one of the tensor ranks had in the last step of all
+        tokens that experts computed, each once for each of its experts.  1 / ranks if they are balanced; NaN without
+        such experts.
     """
 
     def __init__(
@@ -82,6 +89,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         self._passes = passes
         self.optimizer = optimizer
         self.unused_parameters: list[str] = []
+        self.expert_load: float = math.nan
         self._groups = groups
         self._rule = optimizer.rule
         self._is_made = False
@@ -274,6 +282,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         hooks = self._hooks
         if self._state.cuts is not None:
             self._state.cuts.compare_gradients()
+            self.expert_load = self._state.cuts.end_expert_tokens()
         ranks = hooks.complete()
         hooks.end_sums()
         self.unused_parameters = hooks.unused

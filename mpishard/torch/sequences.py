@@ -17,7 +17,6 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from mpishard.arguments import listed
-from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
@@ -25,9 +24,8 @@ from mpishard.layout.boxes import run_lengths, split
 from mpishard.nn.tensor_parallel import BACKWARD, FORWARD
 from mpishard.torch.adapters import model_within, wrappers_of
 from mpishard.torch.cut_module import CutModule
-from mpishard.torch.memory import as_array, finish_stream
 from mpishard.torch.plan_checks import PassRecord, copied
-from mpishard.torch.tensor_ops import HALF, moved
+from mpishard.torch.tensor_ops import all_to_all, moved
 from mpishard.torch.units import tensors_in, uncompiled
 
 PLAN = "sequence"
@@ -110,14 +108,9 @@ def _gather_heads(x_bhtd: Any, tokens: DividedTokens, heads: Sequence[range], la
 
 def _all_to_all(axis: Axis, parts: Sequence[Any], shapes: Sequence[tuple[int, ...]], label: str) -> list[Any]:
     """Send a part to each rank, and receive one of a shape from each."""
-    sent = torch.cat([part.reshape(-1) for part in parts])
     out_counts = [torch.Size(shape).numel() for shape in shapes]
-    found = sent.new_empty(sum(out_counts))
-    bits = (sent.view(torch.int16), found.view(torch.int16)) if sent.dtype in HALF else (sent, found)
-    finish_stream(sent)
-    memory = as_array(bits[1])
-    axis.all_to_all(as_array(bits[0]), memory, [part.numel() for part in parts], out_counts, label=label)
-    arrays.ready(memory)
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    found = all_to_all(flat, axis, [part.numel() for part in parts], out_counts, label)
     return [part.view(shape) for part, shape in zip(found.split(out_counts), shapes, strict=True)]
 
 
