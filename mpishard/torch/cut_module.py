@@ -27,7 +27,7 @@ from mpishard.layout.boxes import run_lengths, split, whole_box
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
 from mpishard.nn.tensor_parallel import AdjointPair, Copy, GatherColumns, Reduce, ScatterColumns
 from mpishard.torch.buffers import as_fact
-from mpishard.torch.experts import Dealt
+from mpishard.torch.experts import dealt_of_all
 from mpishard.torch.memory import as_array, as_reals, broadcast_values, finish_stream
 from mpishard.torch.plan_checks import PassRecord, ReplicaGradients, copied, is_plain
 from mpishard.torch.plans import LayerCut, dropout_rate, planned, terms_of
@@ -37,6 +37,12 @@ from mpishard.torch.units import HOW_TO_SAVE, ModuleHook, plain_name, tensors_in
 _OF_PARTS = (
     "this was a pass with one rank's part of each layer that the plan cuts.  If the whole module takes these inputs, "
     "the plan does not fit: a layer behind a 'colwise' one gets a part of its features: give it 'rowwise'"
+)
+
+_REMEDY = (
+    "Between a layer whose outputs are cut and one whose inputs are cut each feature, or head, is for itself: give the "
+    "first 'colwise_gather_output' and the second 'rowwise_split_input', or leave both out of the plan; layers packed in "
+    "one, as a qkv that chunk(3, -1) takes apart, need ('packed_colwise', 3)"
 )
 
 
@@ -83,6 +89,8 @@ class CutModule:
     """
 
     divides_samples = False  # tensor ranks have samples of their own
+    _dealt = staticmethod(dealt_of_all)  # how tokens come to experts that are dealt out
+    _remedy = _REMEDY  # for a plan that does not fit
 
     def __init__(
         self,
@@ -385,7 +393,8 @@ class CutModule:
         if cut.kind == "Embedding":
             return self._look_up(layer, x)
         if cut.style.cuts == "experts":
-            return x if self._is_local else self._gradients.watch(layer.gives, self._deal(layer, x, *others))
+            routed = self._gradients.watch(layer.takes, x), *others
+            return x if self._is_local else self._gradients.watch(layer.gives, self._deal(layer, *routed))
         if cut.kind == "experts":
             routing = [others[0], moved(others[1], self._enter)] if others else []
             y = layer.own(self._enter_once(layer, x), *routing)
@@ -403,21 +412,12 @@ class CutModule:
         y = self._moved(torch.nn.functional.linear(x, weight), self._leave)
         return self._gradients.watch(layer.gives, y if bias is None else y + bias.to(y.dtype))
 
-    def _deal(self, layer: _Layer, x_nc: Any, index_nk: Any, weights_nk: Any) -> Any:
-        """What experts that ranks have whole make of the tokens, of which each rank brings some."""
-        x_nc = self._gradients.watch(layer.takes, x_nc)
-        rows, (start, stop) = len(x_nc), split(len(x_nc), self._axis.size)[self._axis.rank : self._axis.rank + 2]
-        cut, join = ScatterColumns(self._axis, rows), GatherColumns(self._axis, rows)
-        own = [moved(each.t(), cut).t() for each in (x_nc, weights_nk)]
-        y_nc = self._compute_dealt(layer, own[0], index_nk[start:stop], own[1])
-        return moved(y_nc.t(), join).t()
-
-    def _compute_dealt(self, layer: _Layer, x_nc: Any, index_nk: Any, weights_nk: Any) -> Any:
-        """What experts on all ranks make of this rank's tokens."""
-        dealt = Dealt.of(index_nk, self._axis, layer.cut.offsets)
+    def _deal(self, layer: _Layer, x: Any, index: Any, weights: Any) -> Any:
+        """What experts that ranks have dealt out make of tokens."""
+        y, tokens = self._dealt(layer.own, x, index, weights, self._axis, layer.cut.offsets)
         if torch.is_grad_enabled():
-            self._expert_tokens += dealt.tokens
-        return dealt.compute(layer.own, x_nc, weights_nk)
+            self._expert_tokens += tokens
+        return y
 
     def _moved(self, x: Any, pair: AdjointPair) -> Any:
         """An operation of the tensor axis; of a pass that sends nothing, a tensor of the shape."""
@@ -528,11 +528,8 @@ class CutModule:
                 own.check(whole)
             except ValueError as error:
                 raise ValueError(
-                    f"the plan does not fit the code of the module: {error}.  Between a layer whose outputs are cut "
-                    "and one whose inputs are cut each feature, or head, is for itself: give the first "
-                    "'colwise_gather_output' and the second 'rowwise_split_input', or leave both out of the plan; "
-                    "layers packed in one, as a qkv that chunk(3, -1) takes apart, need ('packed_colwise', 3); "
-                    "for a module that gives other numbers each time, check_plan=False"
+                    f"the plan does not fit the code of the module: {error}.  {self._remedy}; for a module that gives "
+                    "other numbers each time, check_plan=False"
                 ) from None
         self._check_is_due = False
 

@@ -15,7 +15,8 @@ from mpishard.comm.agreement import agree_on_settings
 from mpishard.comm.mesh import Mesh
 from mpishard.nn.tensor_parallel import Copy, Reduce
 from mpishard.torch.cut_module import CutModule
-from mpishard.torch.plan_checks import is_plain
+from mpishard.torch.experts import dealt
+from mpishard.torch.plan_checks import FIRST_STEPS, is_plain
 from mpishard.torch.plans import EXPERTS, cuts_of, styles_of
 from mpishard.torch.tensor_ops import moved
 from mpishard.torch.units import uncompiled
@@ -27,6 +28,8 @@ class ExpertModule(CutModule):
     """A model whose experts are dealt out; of the gradients of all that is whole each rank has a term."""
 
     divides_samples = True
+    _dealt = staticmethod(dealt)
+    _remedy = "Experts must take each token for itself, and count as many as num_experts: leave plan= out"
     _mask: Any = None  # of the pass under way
 
     @classmethod
@@ -54,13 +57,9 @@ class ExpertModule(CutModule):
         terms = frozenset(name for name, p in tensors.items() if id(p) not in dealt)
         return None if ranks == 1 else cls(module, mesh, cuts, tensors, terms, checks_pass)
 
-    _deal = CutModule._compute_dealt
-
     def watch_gradients(self) -> None:
-        """Do nothing: ranks have other samples."""
-
-    def compare_gradients(self) -> None:
-        """Do nothing: ranks have other samples."""
+        """Compare none: ranks have other samples."""
+        self._gradients.begin_after(FIRST_STEPS)
 
     def _agree_on_inputs(self, args: Any, kwargs: Any) -> None:
         self._check_alive()

@@ -1,4 +1,4 @@
-"""Experts of a mixture that ranks have dealt out: each has some, whole, and their tokens come to it and go back.
+"""Experts of a mixture that ranks have dealt out: each has some, whole, to which tokens come from all ranks.
 
 Lepikhin et al., "GShard" (2020), section 3.  Axes: n tokens of a rank, k experts of a token, c channels.
 """
@@ -6,60 +6,52 @@ Lepikhin et al., "GShard" (2020), section 3.  Axes: n tokens of a rank, k expert
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from mpishard.comm.axis import Axis
-from mpishard.torch.tensor_ops import sent
+from mpishard.layout.boxes import split
+from mpishard.nn.tensor_parallel import GatherColumns, ScatterColumns
+from mpishard.torch.tensor_ops import moved, sent
+
+Experts = Callable[[Any, Any, Any], Any]  # takes tokens, their experts and weights, as those of transformers
 
 
-@dataclass(frozen=True)
-class Dealt:
-    """Where the tokens of a pass go: rank r of an axis has the experts ``[offsets[r], offsets[r + 1])``.
+def dealt(
+    experts: Experts, x_nc: Any, index_nk: Any, weights_nk: Any, axis: Axis, offsets: tuple[int, ...]
+) -> tuple[Any, np.ndarray]:
+    """The weighted sum of what its experts make of each token, and the number of tokens that came to each rank.
 
-    A token goes once to each of its experts. `counts` has those of every rank for every expert, and `order` sorts this
-    rank's by experts.
+    Rank r of the axis has the experts ``[offsets[r], offsets[r + 1])``, and its `experts` count from 0. A token goes
+    once to each of its experts. Collective.
     """
+    rank, chosen = axis.rank, index_nk.reshape(-1)
+    own = torch.bincount(chosen, minlength=offsets[-1]).cpu().numpy()
+    counts = axis.all_gather(np.empty(axis.size * len(own), own.dtype), own, label="control").reshape(axis.size, -1)
+    to_ranks = np.add.reduceat(counts, offsets[:-1], axis=1)
+    leave, come = to_ranks[rank].tolist(), to_ranks[:, rank].tolist()
+    order = chosen.argsort(stable=True)
+    rows_nc = sent(x_nc[order // index_nk.shape[1]], axis, leave, come)
+    of_experts = counts[:, slice(*offsets[rank : rank + 2])]
+    index = np.tile(np.arange(of_experts.shape[1]), axis.size).repeat(of_experts.reshape(-1))
+    index_n1 = torch.from_numpy(index[:, None]).to(x_nc.device)
+    if not len(index):  # a row of zeros, so that all ranks have a backward pass of the same operations
+        rows_nc, index_n1 = rows_nc.sum(0, keepdim=True), index_n1.new_zeros(1, 1)
+    found_nc = experts(rows_nc, index_n1, rows_nc.new_ones(index_n1.shape))[: len(index)]
+    found_nc = sent(found_nc, axis, come, leave)[order.argsort()]
+    y_nc = (found_nc.unflatten(0, index_nk.shape) * weights_nk[..., None]).sum(1)
+    return y_nc.to(x_nc.dtype), to_ranks.sum(0)
 
-    axis: Axis
-    offsets: tuple[int, ...]
-    shape: tuple[int, int]
-    order: Any
-    counts: np.ndarray
 
-    @classmethod
-    def of(cls, index_nk: Any, axis: Axis, offsets: tuple[int, ...]) -> Dealt:
-        """By the experts of each of this rank's tokens. Collective."""
-        chosen = index_nk.reshape(-1)
-        own = torch.bincount(chosen, minlength=offsets[-1]).cpu().numpy()
-        counts = axis.all_gather(np.empty(axis.size * len(own), own.dtype), own, label="control")
-        return cls(axis, offsets, tuple(index_nk.shape), chosen.argsort(stable=True), counts.reshape(axis.size, -1))
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """Those that come to each rank, an expert's each; int64, of shape (ranks,)."""
-        return self._to_ranks.sum(0)
-
-    @property
-    def _to_ranks(self) -> np.ndarray:
-        return np.add.reduceat(self.counts, self.offsets[:-1], axis=1)
-
-    def compute(self, experts: Callable[..., Any], x_nc: Any, weights_nk: Any) -> Any:
-        """The weighted sum of what its experts make of each token. Collective.
-
-        ``experts(tokens, index, weights)`` computes those of this rank, which it numbers from 0.
-        """
-        rank = self.axis.rank
-        first, stop = self.offsets[rank : rank + 2]
-        leave, come = self._to_ranks[rank].tolist(), self._to_ranks[:, rank].tolist()
-        rows_nc = sent(x_nc[self.order // self.shape[1]], self.axis, leave, come)
-        own = np.tile(np.arange(stop - first), self.axis.size).repeat(self.counts[:, first:stop].reshape(-1))
-        index = torch.from_numpy(own).to(x_nc.device)
-        if not len(rows_nc):  # a row of zeros, so that all ranks have a backward pass of the same operations
-            rows_nc, index = rows_nc.sum(0, keepdim=True), index.new_zeros(1)
-        found_nc = experts(rows_nc, index[:, None], rows_nc.new_ones(len(rows_nc), 1))[: sum(come)]
-        found_nc = sent(found_nc, self.axis, come, leave)[self.order.argsort()]
-        return (found_nc.unflatten(0, self.shape) * weights_nk[..., None]).sum(1).to(x_nc.dtype)
+def dealt_of_all(
+    experts: Experts, x_nc: Any, index_nk: Any, weights_nk: Any, axis: Axis, offsets: tuple[int, ...]
+) -> tuple[Any, np.ndarray]:
+    """`dealt` of tokens that all ranks have: each brings some of them, and all get the sums. Collective."""
+    count = len(x_nc)
+    x_nc, weights_nk = (moved(each.t(), ScatterColumns(axis, count)).t() for each in (x_nc, weights_nk))
+    own = slice(*list(pairwise(split(count, axis.size)))[axis.rank])
+    y_nc, tokens = dealt(experts, x_nc, index_nk[own], weights_nk, axis, offsets)
+    return moved(y_nc.t(), GatherColumns(axis, count)).t(), tokens

@@ -67,8 +67,7 @@ _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 # Those with the number of heads of queries for one of keys and values.
 _REPEATS = ("num_key_value_groups", "n_rep")
-# That of experts with their number.
-_EXPERTS = ("num_experts",)
+_COUNT_OF_EXPERTS = "num_experts"  # of experts of transformers
 
 
 @dataclass(frozen=True)
@@ -260,7 +259,7 @@ def cuts_of(module: Any, styles: Mapping[str, Style], ranks: int) -> list[LayerC
         counts = [] if heads is None else [length // size for length in lengths]
         own = HeadCount.of(attention, (*_HEADS, *_KEY_HEADS), extent // size, counts) if counts else []
         if style.cuts == "experts":
-            own = HeadCount.of(layers[path], _EXPERTS, extent, lengths)
+            own = HeadCount.of(layers[path], [_COUNT_OF_EXPERTS], extent, lengths)
         found.append(LayerCut(path, layers[path], kind, style, offsets, dimensions[path], own))
         if len(set(lengths)) > 1 and has_heads and (rate := dropout_rate(attention)):
             raise ValueError(
@@ -354,7 +353,7 @@ def _dimensions(path: str, layer: Any, kind: str, styles: Mapping[str, Style]) -
     own = {key: p for key, p in layer._parameters.items() if p is not None}
     style = styles[path]
     if style.cuts == "experts":
-        count = getattr(layer, *_EXPERTS, None)
+        count = getattr(layer, _COUNT_OF_EXPERTS, None)
         unlike = [f"{key!r} of shape {tuple(p.shape)}" for key, p in own.items() if p.shape[:1] != (count,)]
         if unlike or not own:
             raise ValueError(

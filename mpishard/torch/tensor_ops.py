@@ -94,8 +94,8 @@ class _Sent(torch.autograd.Function):
 
 def _exchanged(x_nc: Any, axis: Axis, counts: Sequence[int], out_counts: Sequence[int], label: str) -> Any:
     columns = x_nc.shape[1]
-    elements = [[count * columns for count in each] for each in (counts, out_counts)]
-    return all_to_all(x_nc.detach().reshape(-1), axis, *elements, label).view(-1, columns)
+    leave, come = ([count * columns for count in each] for each in (counts, out_counts))
+    return all_to_all(x_nc.detach().reshape(-1), axis, leave, come, label).view(-1, columns)
 
 
 def all_to_all(x: Any, axis: Axis, counts: Sequence[int], out_counts: Sequence[int], label: str) -> Any:

@@ -17,7 +17,7 @@ from torch_architectures import ARCHITECTURES  # noqa: E402
 from torch_models import assert_same_parameters  # noqa: E402
 from torch_plans import RULE, adamw, fresh, words_of  # noqa: E402
 
-from mpishard.torch.experts import Dealt  # noqa: E402
+from mpishard.torch.experts import dealt  # noqa: E402
 from mpishard.torch.tensor_ops import sent  # noqa: E402
 
 needs_ranks = pytest.mark.mpi(min_size=2)
@@ -67,16 +67,16 @@ def test_rows_that_are_sent_and_their_gradients_are_adjoint(shared_mesh, comm):
         gradient.sum().backward()
 
 
-@pytest.mark.parametrize("tokens", ["uneven", "to_one_rank", "of_one_rank"])
-def test_dealt_experts_and_their_gradients_are_those_of_whole_ones(shared_mesh, comm, tokens):
+@pytest.mark.parametrize("which", ["uneven", "to_one_rank", "of_one_rank"])
+def test_dealt_experts_and_their_gradients_are_those_of_whole_ones(shared_mesh, comm, which):
     """Ranks have unlike numbers of experts; an expert may have no token, a rank bring none or get none."""
     axis, size, rank = shared_mesh.data, comm.size, comm.rank
     offsets = tuple(split(2 * size + 1, size))
-    counts = [5 * (source == size - 1) if tokens == "of_one_rank" else 2 + source for source in range(size)]
+    counts = [5 * (source == size - 1) if which == "of_one_rank" else 2 + source for source in range(size)]
     matrices = whole_numbers(1, offsets[-1], 3, 3).requires_grad_()
     x, weights, dy = (whole_numbers([2 + n, rank], counts[rank], each) for n, each in enumerate((3, 2, 3)))
     drawn = np.random.default_rng([5, rank]).permuted(np.tile(np.arange(offsets[-1] - 1), (counts[rank], 1)), axis=1)
-    index = torch.from_numpy(drawn[:, :2] % (2 if tokens == "to_one_rank" else offsets[-1]))
+    index = torch.from_numpy(drawn[:, :2] % (2 if which == "to_one_rank" else offsets[-1]))
 
     def all_experts(x, index, weights, matrices):
         found = torch.einsum("nc,nkcd->nkd", x, matrices[index]).square()
@@ -92,11 +92,17 @@ def test_dealt_experts_and_their_gradients_are_those_of_whole_ones(shared_mesh, 
     total = matrices.grad.numpy()
     comm.Allreduce(total.copy(), total)
     own = matrices.detach()[offsets[rank] : offsets[rank + 1]].clone().requires_grad_()
-    dealt = Dealt.of(index, axis, offsets)
-    found = run(lambda x, weights: dealt.compute(lambda *given: all_experts(*given, own), x, weights))
+    tokens = []
+
+    def travel(x, weights):
+        y, came = dealt(lambda *given: all_experts(*given, own), x, index, weights, axis, offsets)
+        tokens.append(came)
+        return y
+
+    found = run(travel)
     assert all(map(torch.equal, found, expected))
     assert torch.equal(own.grad, torch.from_numpy(total)[offsets[rank] : offsets[rank + 1]])
-    assert dealt.tokens.sum() == 2 * sum(counts) and len(dealt.tokens) == size
+    assert len(tokens[0]) == size and tokens[0].sum() == 2 * sum(counts)
 
 
 # Steps.
@@ -135,7 +141,7 @@ def test_steps_with_samples_on_all_ranks_are_those_of_one_process(tensor_mesh, n
 
 @pytest.mark.parametrize("recomputes", [False, *variants.full(True)])
 def test_the_loss_of_the_balance_is_of_the_tokens_of_all_ranks(tensor_mesh, recomputes):
-    """A mean over ranks of equally many samples, with padding, in float32 of transformers; the norm of gradients too."""
+    """A mean over ranks of equally many samples, with padding, in float32 of transformers; and the norm of gradients."""
     mesh = tensor_mesh
     whole, module = (made("Qwen2Moe", output_router_logits=True, router_aux_loss_coef=0.5).train() for _ in range(2))
     if recomputes:
@@ -170,9 +176,9 @@ def test_a_checkpoint_of_dealt_experts_goes_to_any_other_layout(tensor_mesh, com
     optimizer.step()
     optimizer.save_checkpoint(folder)
     optimizer.close()
-    dealt = module.tp_plan | module.ep_plan
+    plan_of_layers = module.tp_plan | module.ep_plan
     with Mesh(comm) as data_ranks:
-        for mesh, plan in ((tensor_mesh, None), (tensor_mesh, dealt), (data_ranks, None)):
+        for mesh, plan in ((tensor_mesh, None), (tensor_mesh, plan_of_layers), (data_ranks, None)):
             other = made()
             for p in other.parameters():
                 p.detach().zero_()

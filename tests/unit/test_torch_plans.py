@@ -216,7 +216,11 @@ def test_experts_that_are_dealt_out_are_cut_by_their_number():
 @pytest.mark.parametrize(
     ("experts", "plan", "message"),
     [
-        (Experts(num_experts=4), {"0": "ep_dispatch_experts"}, r"num_experts=4 and 'gate_up_proj' of shape \(3, 8, 5\)"),
+        (
+            Experts(num_experts=4),
+            {"0": "ep_dispatch_experts"},
+            r"=4 and 'gate_up_proj' of shape \(3, 8, 5\)",
+        ),
         (Experts(has_bias=True), EXPERTS, "'0' have biases"),
         (Experts(), {"0": "moe_tp_experts", "0.down_proj": "rowwise"}, "cuts down_proj"),
         (Experts(features=5), EXPERTS, r"'0' has 10 features of 2 in 'gate_up_proj', 4 features of 1 in 'down_proj'"),
