@@ -53,8 +53,8 @@ class ExpertModule(CutModule):
                 f"plan={EXPERTS!r} on the mesh {mesh.sizes}: the stages of a pipeline pass the same samples on all "
                 "tensor ranks; make the mesh with pipeline=1, or give plan=model.tp_plan | model.ep_plan"
             )
-        dealt = {id(p) for cut in cuts for p in cut.layer.parameters(recurse=False)}
-        terms = frozenset(name for name, p in tensors.items() if id(p) not in dealt)
+        of_experts = {id(p) for cut in cuts for p in cut.layer.parameters(recurse=False)}
+        terms = frozenset(name for name, p in tensors.items() if id(p) not in of_experts)
         return None if ranks == 1 else cls(module, mesh, cuts, tensors, terms, checks_pass)
 
     def watch_gradients(self) -> None:

@@ -199,7 +199,8 @@ class LoopHooks(GradientHooks):
         super().__init__(parameters, tensors, units)
         # Within `mpishard.torch.join` a function that is called with the next collective action; None outside of it.
         self.announce: Callable[..., None] | None = None
-        # The number by which a mean is divided, which `mpishard.torch.join` sets; 0: the number of ranks.
+        # The number by which a mean is divided: under `mpishard.torch.join` of the ranks that have samples, or where
+        # tensor ranks have samples of their own that of all; 0: the number of data ranks.
         self.divide_by: int = 0
         # What this rank has done since the last step, see `calls`.
         self.has_pass: bool = False
