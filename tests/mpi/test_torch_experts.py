@@ -118,6 +118,7 @@ def loss_of(module, words, count=None):
 SLOW = [("Mixtral", 2), ("Mixtral", 3), ("Qwen2Moe", 0), ("Qwen3Moe", 1)]
 
 
+@needs_ranks
 @pytest.mark.parametrize(("name", "zero"), [("Mixtral", 0), *(pytest.param(*e, marks=pytest.mark.full) for e in SLOW)])
 def test_steps_with_samples_on_all_ranks_are_those_of_one_process(tensor_mesh, name, zero):
     """Of four experts, and of eight samples, which three ranks do not divide."""
@@ -133,12 +134,12 @@ def test_steps_with_samples_on_all_ranks_are_those_of_one_process(tensor_mesh, n
             each.backward()
         theirs.step()
         optimizer.step(count=1)
-        if mesh.tensor.size > 1:
-            assert 1 / mesh.tensor.size <= optimizer.expert_load < 1
+        assert 1 / mesh.tensor.size <= optimizer.expert_load < 1
     optimizer.close()
     assert_same_parameters(module, whole, atol=1e-12)
 
 
+@needs_ranks
 @pytest.mark.parametrize("recomputes", [False, *variants.full(True)])
 def test_the_loss_of_the_balance_is_of_the_tokens_of_all_ranks(tensor_mesh, recomputes):
     """A mean over ranks of equally many samples, with padding, in float32 of transformers; and the norm of gradients."""
@@ -153,8 +154,7 @@ def test_the_loss_of_the_balance_is_of_the_tokens_of_all_ranks(tensor_mesh, reco
     given = dict(input_ids=words, attention_mask=mask, labels=words.masked_fill(mask == 0, -100))
     expected = whole(**given)
     found = module(**{name: each[mesh.rank :: mesh.size] for name, each in given.items()})
-    if mesh.tensor.size > 1:
-        torch.testing.assert_close(found.aux_loss, expected.aux_loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.aux_loss, expected.aux_loss, rtol=1e-6, atol=0)
     mean = mesh.world.all_reduce(np.array([found.loss.item()]))[0] / mesh.size
     assert mean == pytest.approx(expected.loss.item(), rel=1e-6)
     expected.loss.backward()
@@ -188,6 +188,7 @@ def test_a_checkpoint_of_dealt_experts_goes_to_any_other_layout(tensor_mesh, com
             assert_same_parameters(other, module, atol=0)
 
 
+@needs_ranks
 @pytest.mark.parametrize("name", ["Qwen3Moe", *variants.full("Mixtral")])
 def test_steps_with_a_plan_of_layers_that_deals_experts_out_are_those_of_one_process(tensor_mesh, name):
     """Tensor ranks have the same samples, in one pass a single token."""
