@@ -41,8 +41,8 @@ _OF_PARTS = (
 
 _REMEDY = (
     "Between a layer whose outputs are cut and one whose inputs are cut each feature, or head, is for itself: give the "
-    "first 'colwise_gather_output' and the second 'rowwise_split_input', or leave both out of the plan; layers packed in "
-    "one, as a qkv that chunk(3, -1) takes apart, need ('packed_colwise', 3)"
+    "first 'colwise_gather_output' and the second 'rowwise_split_input', or leave both out of the plan; layers packed "
+    "in one, as a qkv that chunk(3, -1) takes apart, need ('packed_colwise', 3)"
 )
 
 

@@ -248,7 +248,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
             Called first: makes the gradients, and returns the loss.
         count : float, optional
             Divides the sum of the gradients of all ranks: the global number of samples where the loss is a sum over
-            samples.  Default: the number of data ranks, under ``plan="experts"`` that of all ranks, for a loss that is a
+            samples.  Default: the number of data ranks, under ``plan="experts"`` of all ranks, for a loss that is a
             mean over a rank's samples, as with DistributedDataParallel.
 
         Returns

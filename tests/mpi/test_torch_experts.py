@@ -142,7 +142,7 @@ def test_steps_with_samples_on_all_ranks_are_those_of_one_process(tensor_mesh, n
 @needs_ranks
 @pytest.mark.parametrize("recomputes", [False, *variants.full(True)])
 def test_the_loss_of_the_balance_is_of_the_tokens_of_all_ranks(tensor_mesh, recomputes):
-    """A mean over ranks of equally many samples, with padding, in float32 of transformers; and the norm of gradients."""
+    """A mean over ranks of equally many samples, with padding, in float32 of transformers; and the gradients' norm."""
     mesh = tensor_mesh
     whole, module = (made("Qwen2Moe", output_router_logits=True, router_aux_loss_coef=0.5).train() for _ in range(2))
     if recomputes:
