@@ -545,7 +545,7 @@ class TestAudits:
         ("audit", "text"),
         [
             ({"every": 10, "mean_steps": 5.5, "most_steps": 10}, "compared every 10 steps; .* after 5.5 steps on av"),
-            ({"share": 1.0, "mean_steps": 1.0, "most_steps": 1}, "all micro-batches are computed twice"),
+            ({"share": 1.0, "mean_steps": 1.0, "most_steps": 1}, "all micro-batches and sums are computed twice"),
             ({"share": 0.1, "mean_steps": None, "most_steps": None}, "there is one worker"),
             (None, "none"),
             ("replicas", "none"),
