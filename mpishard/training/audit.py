@@ -129,17 +129,17 @@ class SumsAgain:
         self._other = (axis.rank + shift) % axis.size  # whose part this rank adds up, too
 
     def __call__(self, bucket: Bucket, partial: Sequence[Array], pieces: Sequence[int]) -> Callable[[Array], None]:
-        """Add up the other rank's part of a bucket, as `OrderedSums.look`.  Collective."""
+        """Start to add up the other rank's part of a bucket, as `OrderedSums.look`.  Collective."""
         again = OrderedSums(self._axis, partial[-1])
         again.assignment = self._sums.assignment
         first = sum(pieces[: self.shift])
         turned = [arrays.joined([each[first:], each[:first]]) for each in partial]
         found = arrays.empty(pieces[self._other], partial[-1].dtype, like=partial[-1])
-        again.start(bucket, turned, [*pieces[self.shift :], *pieces[: self.shift]], found).wait()
-        self.digests[self._other, 1] ^= _digest(found, bucket)
+        pending = again.start(bucket, turned, [*pieces[self.shift :], *pieces[: self.shift]], found)
 
         def tell(own: Array) -> None:
             self.digests[self._axis.rank, 0] ^= _digest(own, bucket)
+            self.digests[self._other, 1] ^= _digest(pending.wait(), bucket)
 
         return tell
 
@@ -381,8 +381,8 @@ class AuditedRunner(StepRunner):
         more = "; with three ranks or more the odd one is found" if len(names) < 3 else ""
         return WrongPart(
             f"the audit found two results for {what}, of {' and '.join(names[rank] for rank in ranks)}, and no "
-            f"majority for either; {asked}Test their processors and memory{more}. A function that draws random numbers, "
-            "or keeps anything between calls, is no case for audit=",
+            f"majority for either; {asked}Test their processors and memory{more}. A function that draws random "
+            "numbers, or keeps anything between calls, is no case for audit=",
             {**facts, "last_right": self._last_right(ranks), **_who(places, ranks, None)},
         )
 
