@@ -97,7 +97,7 @@ def of_model(faults=None):
 
 
 def of_sums(monkeypatch, faults):
-    """A problem in which the parts of sums that a rank adds up are wrong: of another rank's part, then of its own."""
+    """A problem in which parts of sums that a rank adds up are wrong: first its own part, then that of another one."""
     add_by_tree = ordered.add_by_tree
 
     def wrapped(*arguments):
