@@ -40,7 +40,7 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.full
 def test_parts_of_one_process_on_numpy(tmp_path: Path) -> None:
-    parts = ("facts", "bandwidth", "training", "trace", "checkpoint", "minimize")
+    parts = ("facts", "bandwidth", "training", "trace", "checkpoint", "minimize", "sanitizer")
     results = run(tmp_path, "--module", "numpy", "--small", "--only", *parts)
     assert results["facts"]["versions"]["numpy"] and results["facts"]["mpi"]["library"]
     assert results["bandwidth"]["device copy"]["to_copy"] == 1
@@ -57,8 +57,12 @@ def test_parts_of_one_process_on_numpy(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_parts_on_ranks_on_the_stand_in(tmp_path: Path) -> None:
-    results = run(tmp_path, "--module", "standin", "--small", "--only", "all_reduce", "memory")
-    assert results["all_reduce"]["ranks"] == 2 and results["all_reduce"]["to_sum_of_parts"] > 0
+    results = run(tmp_path, "--module", "standin", "--small", "--only", "all_reduce", "pointers", "inverse", "memory")
+    assert results["all_reduce"]["ranks"] == 2 and results["all_reduce"]["sizes"]["1024"]["to_sum_of_parts"] > 0
+    pointers = results["pointers"]["ranks"]["2"]
+    assert len(pointers["calls"]["apart"]) == len(pointers["started calls"]["apart"]) == 24
+    assert all(not any(pointers[kind]["apart"].values()) for kind in ("calls", "steps", "layouts", "minimize"))
+    assert len(results["inverse"]["kinds"]) == 3 if importlib.util.find_spec("torch") else 2
     memory = results["memory"]["ranks"]["2"]
     assert list(memory) == ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
     assert all(each["peak"] > 0 for each in memory.values())
