@@ -149,7 +149,7 @@ class Waits:
 
             def noted(stream: Any, number: int) -> None:
                 stack = traceback.extract_stack()[::-1]
-                # The stand-in also calls it for a look at an event, where a stream waits for another, and for new arrays.
+                # The stand-in calls it also for a look at an event, where a stream waits for another, for new arrays.
                 if not {"pass_one", "run_to", "compute"} & {each.name for each in stack[1:]}:
                     self.lines.append(" < ".join(lines(stack)))
                 self._run_to(stream, number)

@@ -5,6 +5,7 @@ Without a GPU the stand-in plays memory that MPI takes; with NumPy both ways are
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,19 +16,32 @@ import gpu_trace
 from gpu_launcher import Failed, Launcher
 from gpu_machine import Setting, in_turns, median_ratio, model_sizes, timed
 
-KINDS = ("calls", "started calls", "steps", "layouts", "minimize", "torch", "copies")
+KINDS = ("calls", "training", "minimize and torch", "copies")  # a process each: what one does may crash it
 SIZES = tuple(2**power for power in (10, 14, 18, 22, 26, 28))  # bytes of an all-reduce
-OF_FIGURES = 2**26  # the size whose parts are compared
 STEPS = 3
-Cases = dict[str, list[Any]]  # by name what a case computes, as arrays of the host
+TRIALS: tuple[dict[str, str], ...] = (
+    {},
+    {"I_MPI_OFFLOAD_FAST_MEMCPY": "0"},
+    {"I_MPI_OFFLOAD_IPC": "0"},
+    {"I_MPI_OFFLOAD_PIPELINE": "0", "I_MPI_DEBUG": "5"},
+)
 
 
-def trial(launcher: Launcher) -> str:
-    """What the trial of `mpishard.comm.capabilities` prints, in a process of its own, and how that ended."""
-    from mpishard.comm.capabilities import _DEVICE_PROBE
+def trials(launcher: Launcher) -> tuple[bool, str]:
+    """Whether the trial of `mpishard.comm.capabilities` succeeds in a process of its own, and what it prints.
 
-    code, text = launcher.run(["-c", _DEVICE_PROBE], 0, 60)
-    return f"{text.strip()[-2000:]}\nexit code {code}"
+    Where it fails it is tried without one after the other of Intel MPI's ways to copy; later children of the launcher
+    go without them, too.
+    """
+    program = "from mpishard.comm import capabilities; exec(capabilities._DEVICE_PROBE)"
+    texts = []
+    for variables in TRIALS:
+        launcher.environment.update(variables)
+        code, text = launcher.run(["-c", program], 0, 60)
+        texts.append(f"{variables or 'as it is'}: {text.strip()[-2000:]}, exit code {code}")
+        if code == 0 and text.split().count("True") == 2:
+            return True, texts[-1]
+    return False, "\n".join(texts)
 
 
 def module_of_pointers(setting: Setting, mesh: Any) -> tuple[Any, bool]:
@@ -113,7 +127,7 @@ def child_pointers(setting: Setting, kind: str) -> dict[str, Any] | None:
     """By case how far results by addresses are from staged ones, the farthest rank's; of "copies" what the GPU copied.
 
     `exact`: MPI's order of sums cannot matter, so that bits are equal.  Sums of whole numbers are exact, those of two
-    ranks have one order, and on more ranks training is reproducible, but for modules of PyTorch.
+    ranks have one order, and on more ranks models are trained reproducibly.
     """
     import numpy as np
 
@@ -127,7 +141,7 @@ def child_pointers(setting: Setting, kind: str) -> dict[str, Any] | None:
             own = _copies(setting, mesh, module)
             every = mesh.world.allgather_object(tuple(own.items()))
             return None if mesh.rank else {"by rank": [dict(each) for each in every]}
-        exact = mesh.size <= 2 or kind != "torch"
+        exact = mesh.size <= 2 or kind != "minimize and torch"
         apart: dict[str, float] = {}
         for name, work in _cases(setting, kind, mesh, module):
             staged, direct_results = work(True), work(False)
@@ -152,21 +166,19 @@ Case = tuple[str, Callable[[bool], list[Any]]]  # a name, and what computes it, 
 
 
 def _cases(setting: Setting, kind: str, mesh: Any, module: Any) -> Iterator[Case]:
-    if kind.endswith("calls"):
-        yield from _calls(setting, mesh, module, started=kind.startswith("started"))
-    elif kind == "minimize":
-        for method in ("L-BFGS", "L-BFGS-B", "CG"):
-            yield method, lambda staged, method=method: _minimized(setting, mesh, module, method, staged)  # type: ignore[misc]
-    elif kind == "torch":
-        if setting.module != "standin":  # PyTorch has no tensors there
+    if kind == "calls":
+        for started in (False, True):
+            yield from _calls(setting, mesh, module, started)
+    elif kind == "training":
+        for shape in ({}, *_shapes(mesh.size)):
             for zero in range(4):
-                yield f"zero={zero}", lambda staged, zero=zero: _module_steps(setting, mesh, zero, staged)  # type: ignore[misc]
+                name = ", ".join([f"zero={zero}", *(f"{axis}={size}" for axis, size in shape.items())])
+                yield name, functools.partial(_steps, setting, module, shape, zero)
     else:
-        shapes = [{}] if kind == "steps" else _shapes(mesh.size)
-        for shape in shapes:
-            for zero in range(4):
-                name = f"zero={zero}" + "".join(f", {axis}={size}" for axis, size in shape.items())
-                yield name, lambda staged, shape=shape, zero=zero: _steps(setting, module, shape, zero, staged)  # type: ignore[misc]
+        for method in ("L-BFGS", "L-BFGS-B", "CG"):
+            yield method, functools.partial(_minimized, setting, mesh, module, method)
+        for zero in range(4) if setting.module != "standin" else ():  # of which PyTorch has no tensors
+            yield f"zero={zero}", functools.partial(_module_steps, setting, mesh, zero)
 
 
 def _shapes(ranks: int) -> list[dict[str, int]]:
@@ -237,7 +249,7 @@ def _calls(setting: Setting, mesh: Any, module: Any, started: bool) -> Iterator[
                     out = module.zeros(made, dtype) if made else None
                     return [arrays.to_host(work(buffer, out)).copy()]
 
-                yield f"{name} of {size} {dtype}", both
+                yield f"{'start_' if started else ''}{name} of {size} {dtype}", both
 
 
 def _steps(setting: Setting, module: Any, shape: dict[str, int], zero: int, staged: bool) -> list[Any]:
@@ -267,7 +279,7 @@ def _steps(setting: Setting, module: Any, shape: dict[str, int], zero: int, stag
 
 
 def _minimized(setting: Setting, mesh: Any, module: Any, method: str, staged: bool) -> list[Any]:
-    """The least of a function whose terms are divided over ranks, after some iterations, and its value."""
+    """The point after some iterations, where a function is a sum of one of each rank, and its value."""
     import numpy as np
 
     import mpishard
@@ -281,11 +293,9 @@ def _minimized(setting: Setting, mesh: Any, module: Any, method: str, staged: bo
         r = x - wanted
         return float((0.5 * r**2 + 0.25 * r**4).sum()), r + r**3
 
-    bounds = {"bounds": (-0.5, 1.5)} if method == "L-BFGS-B" else {}
-    options = {"maxiter": 6}
-    found = mpishard.minimize(
-        function, module.zeros(size, np.float64), mesh=mesh, method=method, options=options, **bounds
-    )
+    given = {"bounds": (-0.5, 1.5)} if method == "L-BFGS-B" else {}
+    given |= {"mesh": mesh, "reduction": "sum", "options": {"maxiter": 6}}
+    found = mpishard.minimize(function, module.zeros(size, np.float64), method=method, **given)
     return [np.array([found.fun]), arrays.to_host(found.x).copy()]
 
 
@@ -340,9 +350,9 @@ def part_pointers(launcher: Launcher, setting: Setting, so_far: Callable[[dict[s
     """All kinds on 2 and 4 ranks; nothing but the trial where that does not succeed."""
     result: dict[str, Any] = {"trial": "none, without a GPU", "ranks": {}, "failures": {}}
     if setting.module == "cupy":
-        result["trial"] = trial(launcher)
-        if result["trial"].splitlines() != ["True", "True", "exit code 0"]:
-            raise Failed(f"this MPI takes no device pointers; the trial of them printed:\n{result['trial']}")
+        succeeds, result["trial"] = trials(launcher)
+        if not succeeds:
+            raise Failed(f"this MPI takes no device pointers; trials of them printed:\n{result['trial']}")
     for ranks in (2,) if setting.small else (2, 4):
         of_ranks = result["ranks"][str(ranks)] = {}
         for kind in KINDS:

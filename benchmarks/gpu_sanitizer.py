@@ -63,8 +63,8 @@ def part_sanitizer(launcher: Launcher, setting: Setting, so_far: Callable[[dict[
         result["faults"][name] = int(found[-1]) if found else None
         if code is None:
             result["failures"][name] = "no end within the time limit"
-        elif code or '{"losses"' not in text or found[-1:] not in ([], ["0"]):
-            result["failures"][name] = f"ended with code {code}, {text[-300:].strip()}"
+        elif code or '{"losses"' not in text or (under and result["faults"][name] != 0):
+            result["failures"][name] = f"ended with code {code}: {text[-300:].strip()}"
         so_far(result)
 
     jobs = [(tool, case) for case in (CASES[:1] if setting.small else CASES) for tool in TOOLS]
