@@ -6,15 +6,15 @@ the error and its line are shown, and on the stand-in, which captures nothing, t
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpu_machine import Setting
+from gpu_machine import Setting, timed
 from gpu_training import WARM_UP, batches, mpishard_parts
 
 PACKAGE = Path(__file__).resolve().parent.parent / "mpishard"
@@ -49,12 +49,17 @@ def child(setting: Setting, kind: str) -> dict[str, Any]:
     def update() -> None:
         optimizer.step(model.parameters, count=targets.size)
 
-    before: Callable[[], Any] = passes if kind.endswith("update") else lambda: None
-    parts = {"passes": [passes], "loss": [loss], "update": [update], "step": [loss, update]}
-    works = [passes, update] if kind == "unchecked step" else parts[kind.removeprefix("unchecked ")]
+    works: dict[str, list[Callable[[], None]]] = {
+        "passes": [passes],
+        "loss": [loss],
+        "update": [update],
+        "unchecked update": [update],
+        "step": [loss, update],
+        "unchecked step": [passes, update],
+    }
 
     def work() -> None:
-        for each in works:
+        for each in works[kind]:
             each()
 
     flat, gradients = model.parameters.flat, model.parameters.gradients.flat
@@ -63,7 +68,7 @@ def child(setting: Setting, kind: str) -> dict[str, Any]:
         for _ in range(WARM_UP):  # compiles, makes memory, and is past the first steps, which are always checked
             passes()
             update()
-        before()
+        passes()
         arrays.ready(flat)
         with Waits(setting) as waits:
             try:
@@ -78,25 +83,15 @@ def child(setting: Setting, kind: str) -> dict[str, Any]:
                 run()
                 expected.append(arrays.to_host(gradients).copy())
             equal = bool((expected[0] == expected[1]).all())
-        eager = [] if kind.endswith("update") else [seconds(work, flat) for _ in range(setting.repeats)]
-        replayed = [seconds(launch, flat) for _ in range(setting.repeats)]
-    medians = {name: statistics.median(each) for name, each in (("eager", eager), ("graph", replayed)) if each}
-    return {"seconds": medians, "equal": equal, "waits": waits.lines}
-
-
-def seconds(work: Callable[[], Any], like: Any) -> float:
-    from mpishard.backend import array as arrays
-
-    start = time.perf_counter()
-    work()
-    arrays.ready(like)
-    return time.perf_counter() - start
+        ways = {"graph": launch} if kind.endswith("update") else {"graph": launch, "eager": work}
+        seconds = {
+            way: statistics.median(timed(flat, each) for _ in range(setting.repeats)) for way, each in ways.items()
+        }
+    return {"seconds": seconds, "equal": equal, "waits": waits.lines}
 
 
 def new_stream(setting: Setting) -> Any:
     """A stream that can be captured, which CUDA's default one cannot; CuPy's memory for it is its own."""
-    import contextlib
-
     if setting.module != "cupy":
         return contextlib.nullcontext()
     import cupy

@@ -27,9 +27,12 @@ def child(setting: Setting, kind: str) -> dict[str, Any]:
 
     name, _, dtype = kind.partition("/")
     mesh = mpishard.Mesh()
+    module = setting.use_device(mesh)
+    if setting.module == "cupy":
+        module.cuda.set_allocator(None)  # each array has memory of its own, behind which an access is seen
     options = {} if name == "GPT" else {"key_value_heads": 1}
     options |= {} if dtype == "float32" else {"compute_dtype": dtype}
-    model = getattr(mpishard.nn, name)(**model_sizes(SIZES), mesh=mesh, module=setting.use_device(mesh), **options)
+    model = getattr(mpishard.nn, name)(**model_sizes(SIZES), mesh=mesh, module=module, **options)
     optimizer = mpishard.DDPOptimizer(mpishard.AdamW(lr=1e-3), mesh)
     tokens = np.random.default_rng(0).integers(0, SIZES["vocabulary"], (2, SIZES["context"] + 1))
     losses = []
