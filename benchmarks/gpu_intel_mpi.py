@@ -1,6 +1,6 @@
 """Make a small folder of Intel MPI, which takes device pointers: python benchmarks/gpu_intel_mpi.py PREFIX
 
-It takes from the wheel impi-rt of the package index what ranks on one machine need, 34 of 320 MB: the library, the
+It takes from the wheel impi-rt of the package index what ranks on one machine need, 36 of 320 MB: the library, the
 launcher, its reductions on a GPU, and its tuning for shared memory.  `gpu.py --mpi PREFIX` then runs with it, and where
 there is a driver of NVIDIA sets the variables with which it takes addresses of device memory.  Its license is the
 wheel's.

@@ -75,7 +75,7 @@ class Launcher:
             self.environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
             if (each / "opt" / "mpi" / "etc").is_dir():
                 self.environment = INTEL | (INTEL_ON_CUDA if has_driver() else {}) | self.environment
-        path = os.pathsep.join(near)
+        self.environment["PATH"] = path = os.pathsep.join(near)  # where Intel's mpirun looks for what it starts
         self.mpirun = shutil.which("mpirun", path=path) or shutil.which("mpiexec", path=path)
 
     @property
