@@ -61,7 +61,7 @@ def test_parts_on_ranks_on_the_stand_in(tmp_path: Path) -> None:
     results = run(tmp_path, "--module", "standin", "--small", "--only", "all_reduce", "pointers", "inverse", "memory")
     assert results["all_reduce"]["ranks"] == 2 and results["all_reduce"]["sizes"]["1024"]["to_sum_of_parts"] > 0
     pointers = results["pointers"]["ranks"]["2"]
-    assert [len(pointers[kind]["apart"]) for kind in ("calls", "training", "minimize and torch")] == [48, 12, 3]
+    assert [len(pointers[kind]["apart"]) for kind in ("calls", "training", "minimize and torch")] == [48, 6, 3]
     assert not any(value for each in pointers.values() for value in each.get("apart", {}).values())
     assert len(results["inverse"]["kinds"]) == 3 if importlib.util.find_spec("torch") else 2
     memory = results["memory"]["ranks"]["2"]
