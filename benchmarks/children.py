@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -86,6 +87,11 @@ def run_on_ranks(what: str, command: Sequence[str], ranks: int, limit: float, *,
         else:
             commands = [(mpirun(ranks, command), {})]
         return result(what, run(what, commands, limit))
+
+
+def peak_bytes() -> int:
+    """The most resident memory that this process has had."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def result(what: str, texts: Sequence[str]) -> dict[str, Any]:

@@ -6,13 +6,16 @@ facts: the GPU, its driver, CUDA, CuPy, MPI, and which optional libraries are th
 without a launcher and with 1, 2 and 4 ranks (`-m hardware`).  training: tokens a second of a GPT of 124 M parameters
 (12 layers, width 768, 12 heads, vocabulary 50257, 16 sequences of 1024, products in bfloat16, AdamW) with mpishard,
 PyTorch and torch.compile, in turns.  trace: what the GPU does in one step, by class of kernel, and as a picture.
-bandwidth: bytes a second of AdamW, both passes of layer norm and of causal softmax, and cross-entropy, beside a copy.
-all_reduce: 64 MB of 2 ranks through pinned host memory, beside the copies and the MPI that it is made of.  memory: of
-a rank under DDP and ZeRO-1, 2 and 3 with 2 and 4 ranks on the one GPU.  checkpoint: how long an asynchronous save
-keeps a run, beside the copy to the host.  minimize: an iteration of L-BFGS-B of ten million unknowns in bounds.
-parity: how far losses and gradients of small GPTs and a Llama in float32, float16 and bfloat16 are from those of
-PyTorch in float64, beside how far PyTorch's own are.  Figures are medians; ratios are medians of ratios of the same
-turn.
+graph: which parts of that step a CUDA graph takes, how fast they are, and where the capture of others ends.  bandwidth:
+bytes a second of AdamW, both passes of layer norm and of causal softmax, and cross-entropy, beside a copy.  all_reduce:
+of 2 ranks, 1 kB to 256 MB, through pinned host memory and by device pointers, beside the copies and the MPI that
+staging is made of.  pointers: whether every call of an axis, training, `minimize` and modules of PyTorch give the same
+by device pointers as staged, and the copies to the host that they make.  inverse: a `Partition`, a posterior and a plan
+of 2 ranks, beside the host.  sanitizer: two steps under the tools of compute-sanitizer.  memory: of a rank under DDP
+and ZeRO-1, 2 and 3 with 2 and 4 ranks on the one GPU.  checkpoint: how long an asynchronous save keeps a run, beside
+the copy to the host.  minimize: an iteration of L-BFGS-B of ten million unknowns in bounds.  parity: how far losses and
+gradients of small GPTs and a Llama in float32, float16 and bfloat16 are from those of PyTorch in float64, beside how
+far PyTorch's own are.  Figures are medians; ratios are medians of ratios of the same turn.
 
 Every part runs in processes of its own with a time limit: one that crashes or hangs ends no other.  OUT (default:
 ``gpu-results``) gets results.json and tables.md after each part and during long ones, texts of the tests, and
@@ -48,9 +51,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gpu_graph
 import gpu_machine
+import gpu_mpi
 import gpu_parity
 import gpu_parts
+import gpu_sanitizer
 import gpu_tables
 import gpu_tests
 import gpu_trace
@@ -69,7 +75,11 @@ CHILDREN: dict[str, Callable[..., dict[str, Any] | None]] = {
     "trace": gpu_trace.child,
     "memory": gpu_parts.child_memory,
     "bandwidth": lambda setting, kind: gpu_parts.child_bandwidth(setting),
-    "all_reduce": lambda setting, kind: gpu_parts.child_all_reduce(setting),
+    "all_reduce": lambda setting, kind: gpu_mpi.child_all_reduce(setting),
+    "pointers": gpu_mpi.child_pointers,
+    "graph": gpu_graph.child,
+    "inverse": gpu_parts.child_inverse,
+    "sanitizer": gpu_sanitizer.child,
     "checkpoint": lambda setting, kind: gpu_parts.child_checkpoint(setting),
     "minimize": lambda setting, kind: gpu_parts.child_minimize(setting),
     "parity": gpu_parity.child,
@@ -180,6 +190,23 @@ def part_all_reduce(launcher: Launcher, setting: Setting, so_far: SoFar) -> Foun
     return launcher.child("all_reduce", setting, ranks=2)
 
 
+def part_pointers(launcher: Launcher, setting: Setting, so_far: SoFar) -> Found:
+    return gpu_mpi.part_pointers(launcher, setting, so_far, of_kind)
+
+
+def part_kinds(
+    launcher: Launcher, setting: Setting, so_far: SoFar, *, name: str, kinds: Sequence[str], ranks: int = 0
+) -> Found:
+    """A part that is a child for each kind."""
+    result: Found = {"kinds": {}, "failures": {}}
+    for kind in kinds:
+        found, failed = of_kind(launcher, name, setting, kind, ranks)
+        result["kinds"] |= found
+        result["failures"] |= failed
+        so_far(result)
+    return result
+
+
 def part_memory(launcher: Launcher, setting: Setting, so_far: SoFar) -> Found:
     found: Found = {}
     failures: dict[str, str] = {}
@@ -234,9 +261,13 @@ PARTS: dict[str, Part] = {
     "training": part_training,
     "bandwidth": part_bandwidth,
     "trace": part_trace,
-    "tests": part_tests,
-    "memory": part_memory,
+    "graph": functools.partial(part_kinds, name="graph", kinds=list(gpu_graph.KINDS)),
+    "pointers": part_pointers,
     "all_reduce": part_all_reduce,
+    "inverse": functools.partial(part_kinds, name="inverse", kinds=gpu_parts.INVERSE, ranks=2),
+    "tests": part_tests,
+    "sanitizer": gpu_sanitizer.part_sanitizer,
+    "memory": part_memory,
     "checkpoint": part_checkpoint,
     "minimize": part_minimize,
     "parity": part_parity,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,11 @@ from gpu_machine import Setting
 HERE = Path(__file__).resolve().parent
 NO_MPIRUN = "no mpirun beside this Python nor on PATH: install an MPI, or name its prefix with --mpi"
 # Seconds for one process; torch.compile and kernels compiled at first use are the slowest.
-LIMIT = {"facts": 180, "tests": 600, "training": 420, "trace": 300, "memory": 240, "bandwidth": 240}
+LIMIT = {"facts": 180, "tests": 600, "training": 420, "trace": 300, "memory": 240, "bandwidth": 240, "sanitizer": 80}
+# With these Intel's MPI, on one machine and without libfabric, takes addresses of device memory; without a driver it
+# starts no rank with them.
+INTEL = {"MPI4PY_MPIABI": "mpich", "I_MPI_FABRICS": "shm"}
+INTEL_ON_CUDA = {"I_MPI_OFFLOAD": "1", "I_MPI_OFFLOAD_MODE": "cuda", "I_MPI_OFFLOAD_CUDA_LIBRARY": "libcuda.so.1"}
 # A child takes as long to import its packages.
 LEAST = 10
 
@@ -67,7 +73,9 @@ class Launcher:
             near.insert(0, str(each / "bin"))
             libraries = [str(each / "lib"), self.environment.get("LD_LIBRARY_PATH", "")]
             self.environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
-        path = os.pathsep.join(near)
+            if (each / "opt" / "mpi" / "etc").is_dir():
+                self.environment = INTEL | (INTEL_ON_CUDA if has_driver() else {}) | self.environment
+        self.environment["PATH"] = path = os.pathsep.join(near)  # where Intel's mpirun looks for what it starts
         self.mpirun = shutil.which("mpirun", path=path) or shutil.which("mpiexec", path=path)
 
     @property
@@ -75,12 +83,12 @@ class Launcher:
         """Seconds until all children must have ended."""
         return self._end - time.monotonic()
 
-    def run(self, arguments: list[str], ranks: int, limit: float) -> tuple[int | None, str]:
+    def run(self, arguments: list[str], ranks: int, limit: float, under: Sequence[str] = ()) -> tuple[int | None, str]:
         """Run Python with these arguments: its exit code, None if it was ended at its limit, and what it printed.
 
-        With 0 ranks there is no launcher.
+        With 0 ranks there is no launcher.  `under` is a command that starts it.
         """
-        command = [sys.executable, *arguments]
+        command = [*under, sys.executable, *arguments]
         if self.left < self.least:
             raise OutOfTime("no time was left")
         if ranks:
@@ -119,11 +127,14 @@ class Launcher:
             for process in list(self._running):
                 end_group(process)
 
+    def of_child(self, name: str, setting: Setting, kind: str) -> list[str]:
+        """The arguments of a child of `CHILDREN`."""
+        return [str(HERE / "gpu.py"), "--child", name, "--kind", kind, "--setting", setting.to_json()]
+
     def child(self, name: str, setting: Setting, kind: str = "", ranks: int = 0) -> dict[str, Any]:
         """The result of a child of `CHILDREN`."""
-        arguments = [str(HERE / "gpu.py"), "--child", name, "--kind", kind, "--setting", setting.to_json()]
         limit = min(LIMIT.get(name, 240), self.limit, self.left)
-        code, text = self.run(arguments, ranks, limit)
+        code, text = self.run(self.of_child(name, setting, kind), ranks, limit)
         lines = [line for line in text.splitlines() if line.startswith('{"')]
         if code == 0 and lines:
             found: dict[str, Any] = json.loads(lines[-1])
@@ -139,6 +150,15 @@ def end_group(process: subprocess.Popen[Any]) -> None:
     except (ProcessLookupError, PermissionError):
         process.kill()
     process.wait()
+
+
+def has_driver() -> bool:
+    """Whether NVIDIA's driver is here."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def prefixes() -> list[Path]:

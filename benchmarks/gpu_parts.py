@@ -1,4 +1,4 @@
-"""Parts of gpu.py: memory of ranks, bandwidths of kernels, an all-reduce through the host, and a checkpoint."""
+"""Parts of gpu.py: memory of ranks, bandwidths of kernels, a checkpoint, and inverse problems."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import children
 from gpu_machine import Setting, in_turns, median_ratio, model_sizes, timed
 
 STRATEGIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
@@ -32,8 +32,6 @@ def peak_of_pool(module: Any) -> Any:
 
 def child_memory(setting: Setting, kind: str) -> dict[str, Any] | None:
     """Bytes of each rank after and at the peak of steps of the GPT with one sequence a rank."""
-    import resource
-
     import ml_dtypes
     import numpy as np
 
@@ -61,7 +59,7 @@ def child_memory(setting: Setting, kind: str) -> dict[str, Any] | None:
         pool = module.get_default_memory_pool()
         own = {"used": int(pool.used_bytes()), "peak": int(hook.most), "held": int(pool.total_bytes())}
     else:
-        own = {"used": 0, "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "held": 0}
+        own = {"used": 0, "peak": children.peak_bytes(), "held": 0}
     every = mesh.world.allgather_object(own)
     found = {name: max(each[name] for each in every) for name in own}
     return {**found, "loss": float(loss) / length, "ranks": mesh.size} if mesh.rank == 0 else None
@@ -162,68 +160,6 @@ def child_bandwidth(setting: Setting) -> dict[str, Any]:
     }
 
 
-def child_all_reduce(setting: Setting) -> dict[str, Any] | None:
-    """An all-reduce of 64 MB through the host, beside the copies and the host's MPI that it is made of."""
-    import numpy as np
-
-    import mpishard
-    from mpishard.backend import array as arrays
-    from mpishard.comm import staging
-    from mpishard.comm.capabilities import probe
-
-    mesh = mpishard.Mesh()
-    module = setting.use_device(mesh)
-    axis = mesh.data
-    size = 2**10 if setting.small else 2**24
-    buffer = module.zeros(size, np.float32)
-    host = arrays.pinned_empty(size, np.float32, like=buffer)
-    host.fill(0)
-    plain = np.zeros(size, np.float32)
-    direct = setting.module == "cupy" and probe(device=True).device_buffers
-    seconds = np.zeros(1)
-
-    def on_all(work: Callable[[], Any]) -> Callable[[], float]:
-        """Seconds of the slowest rank, from a common start."""
-
-        def measured() -> float:
-            axis.barrier()
-            seconds[0] = timed(buffer, work)
-            return float(axis.all_reduce(seconds, op="max")[0])
-
-        return measured
-
-    def reduce_as(device_buffers: bool) -> Callable[[], Any]:
-        found = replace(probe(), device_buffers=device_buffers)
-
-        def work() -> None:
-            staging.probe = lambda device=False: found  # type: ignore[assignment]
-            axis.all_reduce(buffer)
-
-        return work
-
-    works = {
-        "all-reduce of a device buffer, staged": on_all(reduce_as(False)),
-        "copy to the host": on_all(lambda: arrays.copy_to_host(buffer, host)),
-        "MPI all-reduce on the host": on_all(lambda: axis.all_reduce(plain)),
-        "copy to the device": on_all(lambda: arrays.copy_to_device(host, buffer)),
-    }
-    if direct:
-        works["all-reduce of a device buffer, by its address"] = on_all(reduce_as(True))
-    found = in_turns(works, setting.repeats)
-    if mesh.rank:
-        return None
-    parts = ("copy to the host", "MPI all-reduce on the host", "copy to the device")
-    turns = [[found[name][turn] for name in parts] for turn in range(setting.repeats)]
-    staged = found["all-reduce of a device buffer, staged"]
-    return {
-        "bytes": 4 * size,
-        "ranks": mesh.size,
-        "seconds": {name: statistics.median(each) for name, each in found.items()},
-        "to_largest_part": median_ratio(staged, [max(turn) for turn in turns]),
-        "to_sum_of_parts": median_ratio(staged, [sum(turn) for turn in turns]),
-    }
-
-
 def child_checkpoint(setting: Setting) -> dict[str, Any]:
     """How long an asynchronous save keeps a run, beside a copy of the same bytes to pinned memory."""
     import numpy as np
@@ -307,3 +243,101 @@ def child_minimize(setting: Setting) -> dict[str, Any]:
             raise RuntimeError(f"L-BFGS-B ended after {found.nit} of {iterations} iterations: {found.message}")
         seconds[str(percent)] = float(np.median(np.diff(began)))
     return {"unknowns": 2 * pairs, "seconds": seconds}
+
+
+INVERSE = ("partition", "posterior", "plan")
+
+
+def child_inverse(setting: Setting, kind: str) -> dict[str, Any] | None:
+    """How far results on the GPU are from the host's, in parts of the largest value; the two ranks share a field.
+
+    partition: `minimize` over values of a `Partition`, by their numbers.  posterior: eigenvalues, deviations and a
+    sample of `laplace`.  plan: losses of a module of PyTorch whose layers the ranks divide, beside the whole module.
+    """
+    import numpy as np
+
+    import mpishard
+
+    with mpishard.Mesh(tensor=2) as mesh:
+        module = setting.use_device(mesh)
+        if kind == "plan":
+            pairs = [_plan_losses(setting, mesh)]
+        else:
+            work = {"partition": _of_partition, "posterior": _of_posterior}[kind]
+            size = 400 if setting.small else 1_000_000 if kind == "partition" else 20_000
+            pairs = list(zip(work(mesh, module, size), work(mesh, np, size), strict=True))
+        apart = np.array([np.abs(one - other).max() / np.abs(other).max() for one, other in pairs])
+        mesh.world.all_reduce(apart, op="max")
+        return {"apart": float(apart.max())} if mesh.rank == 0 else None
+
+
+def _of_partition(mesh: Any, module: Any, size: int) -> list[Any]:
+    """The least of a quartic function in bounds."""
+    import numpy as np
+
+    import mpishard
+    from mpishard.backend import array as arrays
+
+    numbers = np.random.default_rng(0).permutation(size)[mesh.tensor.rank :: 2]
+    start = mpishard.Partition(module.zeros(len(numbers), np.float64), mesh, ids=numbers)
+    wanted, weight = (np.asarray(each, like=start.local) for each in (np.sin(numbers), 1.0 + numbers % 40))
+
+    def function(x: Any) -> tuple[float, Any]:
+        r = x - wanted
+        return float((0.25 * weight * r * r * r * r).sum()), weight * r * r * r
+
+    options = {"maxiter": 20, "ftol": 0.0, "gtol": 0.0}
+    found = mpishard.minimize(
+        function, start, mesh=mesh, reduction="sum", method="L-BFGS-B", bounds=(-0.5, 0.7), options=options
+    )
+    return [np.array([found.fun]), arrays.to_host(found.x).copy()]
+
+
+def _of_posterior(mesh: Any, module: Any, size: int) -> list[Any]:
+    """The posterior of a field of which 30 mean values are seen."""
+    import numpy as np
+
+    import mpishard
+    from mpishard.backend import array as arrays
+
+    numbers = np.arange(size)[mesh.tensor.rank * size // 2 : (mesh.tensor.rank + 1) * size // 2]
+    start = mpishard.Partition(module.zeros(len(numbers), np.float64), mesh)
+    rows = np.asarray(np.cos(np.outer(np.arange(1, 31), np.pi * (numbers + 0.5) / size)), like=start.local)
+
+    def product(x: Any, direction: Any) -> Any:
+        seen = arrays.to_host(rows @ direction).copy()
+        mesh.tensor.all_reduce(seen)
+        return rows.T @ np.asarray(seen, like=rows)
+
+    prior = mpishard.DiagonalPrior(np.asarray(0.5 + numbers / size, like=start.local))
+    found = mpishard.laplace(start, product, prior, rank=20, oversampling=5, mesh=mesh)
+    vectors = [found.standard_deviation(), *found.samples(1, seed=4)]
+    return [found.eigenvalues, *(arrays.to_host(each).copy() for each in vectors)]
+
+
+def _plan_losses(setting: Setting, mesh: Any) -> tuple[Any, Any]:
+    """Losses of steps of the transformer of the tests, divided by its plan; and of the whole one on the host."""
+    import sys
+
+    import numpy as np
+
+    import mpishard
+
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
+    import torch_plans
+
+    place = "cuda" if setting.module == "cupy" else "cpu"
+    whole = torch_plans.fresh()
+    module = torch_plans.fresh().to(place)
+    optimizer = mpishard.torch.as_distributed(module, mesh, torch_plans.RULE, plan=torch_plans.PLAN)
+    theirs = torch_plans.adamw(whole)
+    losses: list[list[float]] = [[], []]
+    for step in range(4):
+        words = torch_plans.words_of(step)
+        for model, of_model, its in zip((module, whole), (optimizer, theirs), losses, strict=True):
+            of_model.zero_grad()
+            loss = torch_plans.loss_of(model, words.to(place) if model is module else words)
+            loss.backward()
+            of_model.step()
+            its.append(loss.item())
+    return np.array(losses[0]), np.array(losses[1])

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from gpu_graph import KINDS as KINDS_OF_GRAPH
 from gpu_machine import peak_tflops
 from gpu_training import KINDS
 
@@ -101,10 +102,64 @@ def bandwidth(found: dict[str, Any], results: dict[str, Any]) -> str:
 
 
 def all_reduce(found: dict[str, Any], results: dict[str, Any]) -> str:
-    rows = [(name, f"{1e3 * seconds:.2f}") for name, seconds in found["seconds"].items()]
-    text = table((f"{found['bytes'] / 1e6:.0f} MB, {found['ranks']} ranks", "ms"), rows)
-    text += f"\n\nThe staged all-reduce takes {found['to_largest_part']:.2f} of its largest part, the bound with "
-    return text + f"overlap, and {found['to_sum_of_parts']:.2f} of the sum of its parts."
+    names = list(next(iter(found["sizes"].values()))["seconds"])
+    rows = [
+        (
+            f"{int(nbytes):,}",
+            *(f"{1e3 * each['seconds'][name]:.3f}" for name in names),
+            f"{each['to_largest_part']:.2f}",
+        )
+        for nbytes, each in found["sizes"].items()
+    ]
+    text = table((f"bytes, {found['ranks']} ranks", *(f"{name}, ms" for name in names), "staged to largest part"), rows)
+    return text + "\n\nThe largest part is the bound of the staged all-reduce with overlap."
+
+
+def pointers(found: dict[str, Any], results: dict[str, Any]) -> str:
+    rows, copies = [], []
+    for ranks, kinds in found["ranks"].items():
+        for kind, each in kinds.items():
+            if kind == "copies":
+                every = [
+                    (ranks, rank, name, *dict(numbers).values())
+                    for rank, own in enumerate(each["by rank"])
+                    for name, numbers in own.items()
+                ]
+                copies += every
+                continue
+            apart = each["apart"].values()
+            equal, most = sum(not value for value in apart), max(apart, default=0.0)
+            rows.append(
+                (ranks, kind, len(apart), equal, f"{most:.1e}" if most else "", "yes" if each["exact"] else "no")
+            )
+    text = table(("ranks", "what", "cases", "equal in bits", "farthest apart", "must be equal"), rows)
+    text += "\n\n" + table(("ranks", "rank", "all-reduce of", "copies to the host", "to the device"), copies)
+    return text + f"\n\nCopies by the processor itself are not seen.  The trial printed: {found['trial']}"
+
+
+def graph(found: dict[str, Any], results: dict[str, Any]) -> str:
+    rows = []
+    for kind, each in found["kinds"].items():
+        times = [
+            f"{1e3 * each['seconds'][way]:.2f}" if way in each.get("seconds", {}) else "" for way in ("eager", "graph")
+        ]
+        equal = {None: "", True: "yes", False: "no"}[each.get("equal")]
+        rows.append((KINDS_OF_GRAPH[kind], *times, equal, each.get("error", "")[:200], each.get("where", "")))
+    text = table(("what", "eager, ms", "graph, ms", "equal in bits", "error", "where, innermost first"), rows)
+    waits = {kind: dict.fromkeys(each["waits"]) for kind, each in found["kinds"].items() if each["waits"]}
+    for kind, sites in waits.items():
+        text += f"\n\n{KINDS_OF_GRAPH[kind]}, where the host waits:" + "".join(f"\n- {site}" for site in sites)
+    return text
+
+
+def inverse(found: dict[str, Any], results: dict[str, Any]) -> str:
+    rows = [(kind, f"{each['apart']:.1e}") for kind, each in found["kinds"].items()]
+    return table(("of 2 ranks", "from the host's, in parts of the largest value"), rows)
+
+
+def sanitizer(found: dict[str, Any], results: dict[str, Any]) -> str:
+    rows = [(name, "no summary" if faults is None else faults) for name, faults in sorted(found["faults"].items())]
+    return table(("tool, model, dtype of products", "faults"), rows)
 
 
 def memory(found: dict[str, Any], results: dict[str, Any]) -> str:
@@ -155,8 +210,12 @@ TABLES: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
     "tests": tests,
     "training": training,
     "trace": trace,
+    "graph": graph,
     "bandwidth": bandwidth,
     "all_reduce": all_reduce,
+    "pointers": pointers,
+    "inverse": inverse,
+    "sanitizer": sanitizer,
     "memory": memory,
     "checkpoint": checkpoint,
     "minimize": minimize,

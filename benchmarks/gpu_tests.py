@@ -5,6 +5,7 @@ An error of a kernel spoils the CUDA context of its process: in a process of its
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -25,11 +26,12 @@ RANKS = (1, 2, 4)
 Runner = Callable[..., tuple[int | None, str]]
 
 
-def files(folder: str, quick: bool) -> list[str]:
+@functools.cache
+def files(folder: str, quick: bool) -> tuple[str, ...]:
     """Test files that may have tests on a GPU, by what they mention; those of the kernels first."""
     every = sorted((ROOT / "tests" / folder).glob("test_*.py"), key=lambda path: ("device" not in path.name, path.name))
     found = [path for path in every if MARK.search(path.read_text("utf-8"))]
-    return [str(path.relative_to(ROOT)) for path in found if not quick or path.name in QUICK]
+    return tuple(str(path.relative_to(ROOT)) for path in found if not quick or path.name in QUICK)
 
 
 def counts(text: str) -> dict[str, int]:

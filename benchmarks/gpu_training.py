@@ -71,20 +71,27 @@ def child(setting: Setting, kind: str) -> dict[str, Any]:
 Step = tuple[Callable[[int], float], Callable[[], Any], Callable[[], int], int]
 
 
-def mpishard_step(setting: Setting, kind: str = "mpishard") -> Step:
-    """A step of mpishard on one rank, what waits for it, its memory, and the number of parameters."""
+def mpishard_parts(setting: Setting, **options: Any) -> tuple[Any, Any]:
+    """The GPT, and the optimizer that trains it on one rank; `options` of its configuration."""
     import ml_dtypes
-    import numpy as np
 
     import mpishard
-    from mpishard.backend import array as arrays
 
     mesh = mpishard.Mesh()
     module = setting.use_device(mesh)
-    options = {"tied": True, "compute_dtype": ml_dtypes.bfloat16}
-    model = mpishard.nn.GPT(**model_sizes(setting.gpt), mesh=mesh, module=module, **options)
-    config = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh)
-    optimizer = mpishard.DDPOptimizer(mpishard.AdamW(lr=LEARNING_RATE, eps=EPSILON), config)
+    of_model = {"tied": True, "compute_dtype": ml_dtypes.bfloat16}
+    model = mpishard.nn.GPT(**model_sizes(setting.gpt), mesh=mesh, module=module, **of_model)
+    config = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh, **options)
+    return model, mpishard.DDPOptimizer(mpishard.AdamW(lr=LEARNING_RATE, eps=EPSILON), config)
+
+
+def mpishard_step(setting: Setting, kind: str = "mpishard") -> Step:
+    """A step of mpishard on one rank, what waits for it, its memory, and the number of parameters."""
+    import numpy as np
+
+    from mpishard.backend import array as arrays
+
+    model, optimizer = mpishard_parts(setting)
     tokens, targets = batches(setting, WARM_UP + steps_of(setting))
 
     def step(index: int) -> float:
@@ -93,7 +100,7 @@ def mpishard_step(setting: Setting, kind: str = "mpishard") -> Step:
         return float(loss) / targets[index].size
 
     def memory() -> int:
-        return int(module.get_default_memory_pool().total_bytes()) if setting.module == "cupy" else 0
+        return int(setting.array_module().get_default_memory_pool().total_bytes()) if setting.module == "cupy" else 0
 
     size = sum(int(np.prod(spec.shape)) for spec in model.parameters.specs)
     return step, lambda: arrays.ready(model.parameters.flat), memory, size

@@ -9,14 +9,14 @@ ranks of one thread each.
 
 The budget is the largest resident memory of one rank with --context tokens, the interpreter and the model included.
 Memory grows evenly with the context: from two of them follows the one that fits, which is run and printed with its own
-largest resident memory of any rank, and the seconds of a step.
+largest resident memory of any rank, and the seconds of a step.  The tokens must weigh more than what a run's memory
+varies by, some MiB: with a --context below about 512 the printed memory is not the budget.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import sys
 import time
 from typing import Any
@@ -72,8 +72,8 @@ def of_transformers(mesh: Any, words: Any, steps: int) -> list[float]:
     return ends
 
 
-def child(name: str, context: int, steps: int) -> dict[str, Any]:
-    """What one rank does: the seconds of its last step, and the largest resident memory of any rank."""
+def child(name: str, context: int, steps: int) -> None:
+    """What one rank does; rank 0 prints the seconds of its last step and the largest resident memory of any rank."""
     import numpy as np
 
     import mpishard
@@ -84,9 +84,10 @@ def child(name: str, context: int, steps: int) -> dict[str, Any]:
             ends = of_transformers(mesh, words, steps)
         else:
             ends = own_model(mesh, words, steps, name == "llama")
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        resident = children.peak_bytes() / 2**20
         most = mesh.world.all_reduce(np.array([resident]), op="max")
-        return {"mib": float(most[0]), "seconds": ends[-1] - ends[-2]}
+        if mesh.rank == 0:
+            print(json.dumps({"mib": float(most[0]), "seconds": ends[-1] - ends[-2]}))
 
 
 def measured(name: str, ranks: int, context: int, steps: int) -> tuple[float, float]:
@@ -94,6 +95,17 @@ def measured(name: str, ranks: int, context: int, steps: int) -> tuple[float, fl
     own = [sys.executable, __file__, f"--as-child={json.dumps([name, context, steps])}"]
     found = children.run_on_ranks(f"{name} of {context} tokens on {ranks} ranks", own, ranks, TIME_LIMIT)
     return found["mib"], found["seconds"]
+
+
+def fitting(budget: float, mib: dict[int, float], least: int) -> int:
+    """The tokens whose memory is the budget, by that of two numbers of tokens; `least` tokens fit in any case.
+
+    At most four times the larger number: the memory of few tokens is lost in the noise.
+    """
+    fewer, more = sorted(mib)
+    grown = max(mib[more] - mib[fewer], 1e-9)
+    fits = more + (budget - mib[more]) * (more - fewer) / grown
+    return int(max(min(fits, 4 * more), least, ROUNDED_TO)) // ROUNDED_TO * ROUNDED_TO
 
 
 def main() -> None:
@@ -105,7 +117,7 @@ def main() -> None:
     parser.add_argument("--as-child", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.as_child:
-        print(json.dumps(child(*given.as_child)))
+        child(*given.as_child)
         return
     for name in given.models:
         budget, seconds = measured(name, 1, given.context, given.steps)
@@ -113,8 +125,7 @@ def main() -> None:
         for ranks in given.ranks:
             more, fewer = given.context * ranks, given.context * ranks // 2
             most, least = (measured(name, ranks, each, given.steps)[0] for each in (more, fewer))
-            fits = more + (budget - most) * (more - fewer) / (most - least)
-            context = int(fits) // ROUNDED_TO * ROUNDED_TO
+            context = fitting(budget, {fewer: least, more: most}, given.context)
             mib, seconds = measured(name, ranks, context, given.steps)
             times = context / given.context
             print(

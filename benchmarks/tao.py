@@ -53,7 +53,7 @@ MEMORY = {"NUMPY_MADVISE_HUGEPAGE": "0", "MALLOC_MMAP_THRESHOLD_": "33554432", "
 def by_mpishard(kind: str, unknowns: int, iterations: int, percent: int) -> None:
     """One run of a kind; on every rank."""
     import numpy as np
-    from tao_problem import LOWER, Rosenbrock, peak_bytes, report, rows_of, scattered, start, upper_bounds
+    from tao_problem import LOWER, Rosenbrock, report, rows_of, scattered, start, upper_bounds
 
     import mpishard
 
@@ -87,9 +87,9 @@ def by_mpishard(kind: str, unknowns: int, iterations: int, percent: int) -> None
 
     with mpishard.Mesh(data=1, tensor=-1) as mesh:
         run(1000, 5)  # compiles
-        before = peak_bytes()
+        before = children.peak_bytes()
         function, found, seconds, processor = run(unknowns // 2, iterations)
-        most = mesh.world.all_reduce(np.array([peak_bytes() - before]), op="max")
+        most = mesh.world.all_reduce(np.array([children.peak_bytes() - before]), op="max")
         if mesh.rank == 0:
             report(function, seconds, processor, found.nit, found.fun, int(most[0]))
 

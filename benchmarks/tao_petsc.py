@@ -12,9 +12,10 @@ import sys
 import time
 from typing import Any
 
+import children
 import numpy as np
 from mpi4py import MPI
-from tao_problem import HISTORY, LOWER, Rosenbrock, peak_bytes, report, rows_of, start, upper_bounds
+from tao_problem import HISTORY, LOWER, Rosenbrock, report, rows_of, start, upper_bounds
 
 
 def by_tao(method: str, unknowns: int, iterations: int, percent: int) -> None:
@@ -30,7 +31,7 @@ def by_tao(method: str, unknowns: int, iterations: int, percent: int) -> None:
     mpi = comm.tompi4py()
     first, end = rows_of(comm.rank, comm.size, unknowns)
     PETSc.Vec().createMPI((2, None), comm=comm).norm()  # with all that PETSc needs for itself
-    before = peak_bytes()
+    before = children.peak_bytes()
     x = PETSc.Vec().createMPI((2 * (end - first), unknowns), comm=comm)
     number = np.arange(first, end)
     x.array[:] = start(number, percent).reshape(-1)
@@ -55,7 +56,7 @@ def by_tao(method: str, unknowns: int, iterations: int, percent: int) -> None:
     began, processor = time.perf_counter(), time.process_time()
     tao.solve(x)
     seconds, processor = time.perf_counter() - began, time.process_time() - processor
-    most = mpi.allreduce(peak_bytes() - before, op=MPI.MAX)
+    most = mpi.allreduce(children.peak_bytes() - before, op=MPI.MAX)
     if comm.rank == 0:
         report(function, seconds, processor, tao.getIterationNumber(), tao.getObjectiveValue(), most)
 
@@ -66,7 +67,7 @@ def by_scipy(unknowns: int, iterations: int, percent: int) -> None:
     mpi = MPI.COMM_WORLD
     first, end = rows_of(mpi.rank, mpi.size, unknowns)
     counts = [2 * (stop - begin) for begin, stop in (rows_of(rank, mpi.size, unknowns) for rank in range(mpi.size))]
-    before = peak_bytes()
+    before = children.peak_bytes()
     own, slope, function = start(np.arange(first, end), percent), np.empty((end - first, 2)), Rosenbrock()
 
     def part() -> float:
@@ -100,7 +101,7 @@ def by_scipy(unknowns: int, iterations: int, percent: int) -> None:
             mpi.Scatterv(None, own, 0)
             part()
             mpi.Gatherv(slope, None, 0)
-    most = mpi.allreduce(peak_bytes() - before, op=MPI.MAX)
+    most = mpi.allreduce(children.peak_bytes() - before, op=MPI.MAX)
     if mpi.rank == 0:
         report(function, seconds, processor, taken, value, most)
 

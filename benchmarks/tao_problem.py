@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import time
 from typing import Any
 
@@ -71,11 +70,6 @@ class Rosenbrock:
         self.processor += time.process_time() - processor
         self.calls += 1
         return value
-
-
-def peak_bytes() -> int:
-    """The most memory that this process has had."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def report(function: Rosenbrock, seconds: float, processor: float, iterations: int, value: float, most: int) -> None:

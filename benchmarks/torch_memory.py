@@ -12,12 +12,12 @@ while a step runs and after it, with the largest resident memory; at the end the
 from __future__ import annotations
 
 import argparse
-import resource
 import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import children
 import numpy as np
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -58,7 +58,7 @@ def take_steps(mesh: mpishard.Mesh, model: Any, optimizer: Any, given: argparse.
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
+        resident = children.peak_bytes() / MIB
         mean = mesh.world.all_reduce(np.array([loss.item()])) / mesh.size
         most = mesh.world.all_reduce(np.array([resident]), op="max")
         seconds = time.perf_counter() - start

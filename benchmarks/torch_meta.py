@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import children
 import numpy as np
 import safetensors.torch
 import torch
@@ -51,11 +51,6 @@ def write(model: Any, folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def resident() -> float:
-    """The largest resident MiB of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
-
-
 def loss_of(model: Any, tokens: Any) -> Any:
     return model(input_ids=tokens, labels=tokens).loss
 
@@ -74,10 +69,11 @@ def main() -> None:
         if mesh.rank == 0 and not given.values:
             write(model, folder)
         mesh.world.barrier()
-        libraries = 0.0 if given.values else resident()
+        libraries = 0.0 if given.values else children.peak_bytes() / MIB
 
         def show(what: str) -> None:
-            most = mesh.world.all_reduce(np.array([resident(), resident() - libraries]), op="max")
+            peak = children.peak_bytes() / MIB
+            most = mesh.world.all_reduce(np.array([peak, peak - libraries]), op="max")
             if mesh.rank == 0:
                 print(
                     f"{what}: at most {most[0]:.0f} MiB resident on a rank, {most[1]:.0f} above those before",

@@ -5,9 +5,8 @@
 4 layers, width 256, 8 heads with 4 of keys and values, sequence 256, 16 sequences a step, vocabulary 256, float32,
 AdamW (fused in PyTorch); 2 ranks of one thread.  PyTorch's `parallelize_module` has the plan of transformers, and gloo.
 
-The kinds take each step in turn, in the same processes, so that whatever else the machine does meets all of them.
-A run's ratio is the median over its steps; of the ratios of all runs the median, the least and the largest are shown.
-Kinds of one model begin with the same parameters and see the same samples: their losses are compared.
+The kinds take turns as those of `torch_step.py`.  Kinds of one model begin with the same parameters and see the same
+samples: their losses are compared.
 
 --memory: each kind alone in processes of its own.  Bytes of parameters, gradients and optimizer state of a rank, by
 formula, 16 bytes an element of `elements_of`, and as they are.  And by how much the resident memory of a rank has grown
@@ -16,29 +15,20 @@ since before the model was made, with activations and what libraries keep.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
-import random
-import resource
-import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import children
 import scaling
+from torch_step import LEARNING_RATE, RANKS, TIME_LIMIT, WARM_UP, given_to, options_of, process_group, show, take_turns
 
-RANKS = 2
 SEQUENCES, CONTEXT, WIDTH, LAYERS, HEADS, VOCABULARY = 16, 256, 256, 4, 8, 256
 KEY_VALUE_HEADS, HIDDEN = 4, 688
 MICROBATCHES = 8
-LEARNING_RATE = 1e-3
-WARM_UP = 3
-TIME_LIMIT = 500
 MIB = 2**20
 TENSOR, PIPELINE, DATA = {"tensor": 2}, {"pipeline": 2}, {"data": 2}
 # By kind what it is, and its mesh.
@@ -88,20 +78,17 @@ def elements_of(kind: str) -> float:
     keys = KEY_VALUE_HEADS * WIDTH // HEADS
     block = 2 * WIDTH * (WIDTH + keys) + 3 * WIDTH * HIDDEN
     words, norms = VOCABULARY * WIDTH, (2 * LAYERS + 1) * WIDTH
-    if mesh is TENSOR:  # the embedding is whole in the plan of transformers, and cut in our own Llama
-        cut = LAYERS * block + words * (2 if kind.startswith("own-") else 1)
-        return cut / RANKS + LAYERS * block + 2 * words - cut + norms
+    if mesh is TENSOR:  # all matrices are cut, but for the embedding of PyTorch's side
+        whole = words if kind.startswith("torch-") else 0
+        return (LAYERS * block + 2 * words - whole) / RANKS + whole + norms
     if mesh is PIPELINE:  # the last stage has the last norm and the head
         return LAYERS * block / RANKS + words + LAYERS * WIDTH + WIDTH
     return LAYERS * block + 2 * words + norms
 
 
 def loss_of(module: Any, tokens: Any, targets: Any) -> Any:
-    """The mean loss of a batch."""
-    from torch.nn import functional
-
-    logits = module(input_ids=tokens).logits
-    return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+    """The mean loss of a batch, which the model computes; on tensor ranks of mpishard on the parts of its logits."""
+    return module(input_ids=tokens, labels=targets, shift_labels=targets).loss
 
 
 def make_side(kind: str, base: Any) -> Side:
@@ -209,73 +196,35 @@ def batches(kind: str, rank: int, count: int) -> Any:
     return [torch.from_numpy(np.ascontiguousarray(each)) for each in (text[..., :CONTEXT], text[..., 1 : CONTEXT + 1])]
 
 
-def resident() -> int:
-    """Bytes of the largest resident memory so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def child(kinds: list[str], steps: int) -> None:
     """One rank: steps of all kinds in turn; rank 0 prints what it has measured as a line of JSON."""
     import numpy as np
-    import torch
-    import torch.distributed as dist
 
-    import mpishard
-
-    torch.set_num_threads(1)
-    mesh = mpishard.Mesh()
-    with tempfile.TemporaryDirectory() as folder:
-        at = mesh.world.allgather_object(f"file://{folder}/rendezvous")[0]
-        dist.init_process_group("gloo", init_method=at, rank=mesh.rank, world_size=mesh.size)
+    with process_group() as mesh:
         given = {kind: batches(kind, mesh.rank, WARM_UP + steps) for kind in kinds}
         make_llama()  # transformers imports what it needs
-        before = resident()
+        before = children.peak_bytes()
         sides = {kind: make_side(kind, mesh) for kind in kinds}
-        seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-        losses: dict[str, list[float]] = {kind: [] for kind in kinds}
-        order = random.Random(0)
-        for index in range(WARM_UP + steps):
-            # In another order each time: what a kind leaves in the caches is not always found by the same one.
-            for kind in order.sample(kinds, len(kinds)):
-                tokens, targets = (each[index] for each in given[kind])
-                mesh.world.barrier()
-                start = time.perf_counter()
-                loss = sides[kind].step(tokens, targets)
-                mesh.world.barrier()
-                seconds[kind].append(time.perf_counter() - start)
-                is_mean = KINDS[kind][1] is DATA
-                losses[kind].append(float(mesh.world.all_reduce(np.array([loss]))[0]) / RANKS if is_mean else loss)
-        grown = resident() - before
+
+        def step_of(kind: str) -> Callable[[int], float]:
+            tokens, targets = given[kind]
+            return lambda index: sides[kind].step(tokens[index], targets[index])
+
+        found = take_turns(mesh, {kind: step_of(kind) for kind in kinds}, steps)
+        grown = children.peak_bytes() - before
+        for kind in kinds:
+            if KINDS[kind][1] is DATA:  # each rank has the mean of its samples
+                found["losses"][kind] = (mesh.world.all_reduce(np.array(found["losses"][kind])) / RANKS).tolist()
         own = {kind: (side.held(), grown) for kind, side in sides.items()}
         most = {kind: mesh.world.all_reduce(np.array(each), op="max").tolist() for kind, each in own.items()}
         if mesh.rank == 0:
-            found = {"seconds": {kind: each[WARM_UP:] for kind, each in seconds.items()}, "losses": losses}
             print(json.dumps(found | {"memory": most}))
-        dist.destroy_process_group()
 
 
 def run(what: str, kinds: list[str], steps: int) -> Any:
     """What the ranks have measured of some kinds."""
     command = [sys.executable, __file__, "--child", "--kinds", *kinds, "--steps", str(steps)]
     return children.run_on_ranks(what, command, RANKS, TIME_LIMIT)
-
-
-def compare(kinds: list[str], steps: int, repeats: int) -> None:
-    """Run the kinds in turn, and print seconds a step, ratios, and differences of losses."""
-    runs = [run("steps", kinds, steps) for _ in range(repeats)]
-    losses = runs[0]["losses"]
-    for kind in kinds:
-        each = 1e3 * statistics.median(second for run in runs for second in run["seconds"][kind])
-        print(f"{KINDS[kind][0]:55s} {each:8.1f} ms a step; loss {losses[kind][0]:.4f} -> {losses[kind][-1]:.4f}")
-    for ours, theirs in PAIRS:
-        if ours not in kinds or theirs not in kinds:
-            continue
-        pairs = [zip(run["seconds"][ours], run["seconds"][theirs], strict=True) for run in runs]
-        ratios = [statistics.median(other / one for one, other in each) for each in pairs]
-        apart = max(abs(one - other) for one, other in zip(losses[ours], losses[theirs], strict=True))
-        same = "" if theirs.startswith("own-") else f"; losses differ by at most {apart:.1e}"
-        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"{KINDS[ours][0]} is {ratio} times as fast as {KINDS[theirs][0]}{same}", flush=True)
 
 
 def measure_memory(kinds: list[str], steps: int) -> None:
@@ -291,15 +240,9 @@ def measure_memory(kinds: list[str], steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="default all")
-    parser.add_argument("--steps", type=int, default=40, help="timed steps of a kind in a run (default 40)")
-    parser.add_argument("--repeats", type=int, default=3, help="runs (default 3)")
+    parser = options_of(__doc__, list(KINDS), 3)
     parser.add_argument("--memory", action="store_true", help="measure memory in the place of time")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.steps < 1 or arguments.repeats < 1:
-        parser.error("--steps and --repeats must be at least 1")
+    arguments = given_to(parser)
     if arguments.child:
         child(arguments.kinds, arguments.steps)
         return
@@ -310,7 +253,9 @@ def main() -> None:
     if arguments.memory:
         measure_memory(arguments.kinds, arguments.steps)
     else:
-        compare(arguments.kinds, arguments.steps, arguments.repeats)
+        runs = [run("steps", arguments.kinds, arguments.steps) for _ in range(arguments.repeats)]
+        names = {kind: KINDS[kind][0] for kind in arguments.kinds}
+        show(runs, names, PAIRS, [kind for kind in KINDS if kind.startswith("own-")])
 
 
 if __name__ == "__main__":

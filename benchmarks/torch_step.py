@@ -17,6 +17,7 @@ transformer GELU: at the kink of a ReLU the last bit of an activation decides a 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import random
@@ -24,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import children
@@ -107,11 +109,11 @@ def batches(model: str, rank: int, count: int) -> Any:
     return [torch.from_numpy(np.ascontiguousarray(each[:, rank::RANKS])) for each in (inputs, targets)]
 
 
-def child(model: str, kinds: list[str], steps: int) -> None:
-    """One rank: steps of all kinds in turn; rank 0 prints seconds and losses of each as a line of JSON."""
+@contextlib.contextmanager
+def process_group() -> Iterator[Any]:
+    """The mesh of ranks of one thread, which are a process group of PyTorch, too."""
     import torch
     import torch.distributed as dist
-    from torch.nn import functional
 
     import mpishard
 
@@ -120,29 +122,49 @@ def child(model: str, kinds: list[str], steps: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         at = mesh.world.allgather_object(f"file://{folder}/rendezvous")[0]
         dist.init_process_group("gloo", init_method=at, rank=mesh.rank, world_size=mesh.size)
-        sides = {kind: make_side(kind, model, mesh) for kind in kinds}
-        inputs, targets = batches(model, mesh.rank, WARM_UP + steps)
-        seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-        losses: dict[str, list[float]] = {kind: [] for kind in kinds}
-        order = random.Random(0)
-        for index in range(WARM_UP + steps):
-            # In another order each time: what a kind leaves in the caches is not always found by the same one.
-            for kind in order.sample(kinds, len(kinds)):
-                module, optimizer = sides[kind]
-                mesh.world.barrier()
-                start = time.perf_counter()
-                optimizer.zero_grad(set_to_none=True)
-                logits = module(inputs[index])
-                logits = getattr(logits, "logits", logits)
-                loss = functional.cross_entropy(logits.flatten(0, -2), targets[index].flatten())
-                loss.backward()
-                optimizer.step()
-                losses[kind].append(float(loss.detach()))
-                mesh.world.barrier()
-                seconds[kind].append(time.perf_counter() - start)
-        if mesh.rank == 0:
-            print(json.dumps({"seconds": {k: each[WARM_UP:] for k, each in seconds.items()}, "losses": losses}))
+        yield mesh
         dist.destroy_process_group()
+
+
+def take_turns(mesh: Any, sides: Mapping[str, Callable[[int], float]], steps: int) -> dict[str, Any]:
+    """Seconds and losses by kind: each takes its steps by their numbers, and returns the loss."""
+    seconds: dict[str, list[float]] = {kind: [] for kind in sides}
+    losses: dict[str, list[float]] = {kind: [] for kind in sides}
+    order = random.Random(0)
+    for index in range(WARM_UP + steps):
+        # In another order each time: what a kind leaves in the caches is not always found by the same one.
+        for kind in order.sample(list(sides), len(sides)):
+            mesh.world.barrier()
+            start = time.perf_counter()
+            losses[kind].append(sides[kind](index))
+            mesh.world.barrier()
+            seconds[kind].append(time.perf_counter() - start)
+    return {"seconds": {kind: each[WARM_UP:] for kind, each in seconds.items()}, "losses": losses}
+
+
+def child(model: str, kinds: list[str], steps: int) -> None:
+    """One rank: steps of all kinds in turn; rank 0 prints seconds and losses of each as a line of JSON."""
+    with process_group() as mesh:
+        data = batches(model, mesh.rank, WARM_UP + steps)
+        found = take_turns(mesh, {kind: step_of(*make_side(kind, model, mesh), *data) for kind in kinds}, steps)
+        if mesh.rank == 0:
+            print(json.dumps(found))
+
+
+def step_of(module: Any, optimizer: Any, inputs: Any, targets: Any) -> Callable[[int], float]:
+    """A step with a batch by its number."""
+    from torch.nn import functional
+
+    def step(index: int) -> float:
+        optimizer.zero_grad(set_to_none=True)
+        logits = module(inputs[index])
+        logits = getattr(logits, "logits", logits)
+        loss = functional.cross_entropy(logits.flatten(0, -2), targets[index].flatten())
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
 
 
 def make_side(kind: str, model: str, mesh: Any) -> tuple[Any, Any]:
@@ -173,40 +195,52 @@ def make_side(kind: str, model: str, mesh: Any) -> tuple[Any, Any]:
     return module, torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True)
 
 
-def compare(model: str, kinds: list[str], steps: int, repeats: int, small: bool) -> None:
-    """Run the kinds in turn, and print seconds a step, ratios, and differences of losses."""
-    options = ["--kinds", *kinds, "--steps", str(steps), *["--small"] * small]
-    command = [sys.executable, __file__, model, "--child", *options]
-    runs = [children.run_on_ranks(model, command, RANKS, TIME_LIMIT) for _ in range(repeats)]
+def show(
+    runs: Sequence[Any], names: Mapping[str, str], pairs: Sequence[tuple[str, str]], other_models: Collection[str] = ()
+) -> None:
+    """Print seconds a step and ratios of what `take_turns` has returned in some runs, and differences of losses.
+
+    By the names of the kinds that have run. Losses of kinds of `other_models` are not those of others.
+    """
     losses = runs[0]["losses"]
-    for kind in kinds:
+    for kind, name in names.items():
         first, last = losses[kind][0], losses[kind][-1]
         each = 1e3 * statistics.median(second for run in runs for second in run["seconds"][kind])
-        print(f"{model}: {KINDS[kind]:42s} {each:8.1f} ms a step; loss {first:.4f} -> {last:.4f}")
-    for ours, theirs in PAIRS:
-        if ours not in kinds or theirs not in kinds:
+        print(f"{name:55s} {each:8.1f} ms a step; loss {first:.4f} -> {last:.4f}")
+    for ours, theirs in pairs:
+        if ours not in names or theirs not in names:
             continue
-        pairs = [zip(run["seconds"][ours], run["seconds"][theirs], strict=True) for run in runs]
-        ratios = [statistics.median(other / one for one, other in each) for each in pairs]
+        both = [zip(run["seconds"][ours], run["seconds"][theirs], strict=True) for run in runs]
+        ratios = [statistics.median(other / one for one, other in each) for each in both]
+        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         apart = max(abs(one - other) for one, other in zip(losses[ours], losses[theirs], strict=True))
-        print(
-            f"{model}: {KINDS[ours]} is {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) times "
-            f"as fast as {KINDS[theirs]}; losses of {len(losses[ours])} steps differ by at most {apart:.1e}",
-            flush=True,
-        )
+        same = f"; losses of {len(losses[ours])} steps differ by at most {apart:.1e}" * (theirs not in other_models)
+        print(f"{names[ours]} is {ratio} times as fast as {names[theirs]}{same}", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(MODELS)} (default all)")
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="default all")
+def options_of(description: str | None, kinds: Sequence[str], repeats: int) -> argparse.ArgumentParser:
+    """A parser with the options of a benchmark whose kinds take turns."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=list(kinds), default=list(kinds), help="default all")
     parser.add_argument("--steps", type=int, default=40, help="timed steps of a kind in a run (default 40)")
-    parser.add_argument("--repeats", type=int, default=5, help="runs (default 5)")
-    parser.add_argument("--small", action="store_true", help="smaller modules, to compare losses of many steps")
+    parser.add_argument("--repeats", type=int, default=repeats, help=f"runs (default {repeats})")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def given_to(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """What was given to a parser of `options_of`."""
     arguments = parser.parse_args()
     if arguments.steps < 1 or arguments.repeats < 1:
         parser.error("--steps and --repeats must be at least 1")
+    return arguments
+
+
+def main() -> None:
+    parser = options_of(__doc__, list(KINDS), 5)
+    parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(MODELS)} (default all)")
+    parser.add_argument("--small", action="store_true", help="smaller modules, to compare losses of many steps")
+    arguments = given_to(parser)
     if unknown := set(arguments.models) - set(MODELS):
         parser.error(f"no model {min(unknown)!r}; choose from {', '.join(MODELS)}")
     if arguments.small:
@@ -219,7 +253,10 @@ def main() -> None:
             sys.exit(f"this benchmark needs {package}, which is not installed")
     models = arguments.models or [m for m in MODELS if m != "gpt2" or importlib.util.find_spec("transformers")]
     for model in models:
-        compare(model, arguments.kinds, arguments.steps, arguments.repeats, arguments.small)
+        options = ["--kinds", *arguments.kinds, "--steps", str(arguments.steps), *["--small"] * arguments.small]
+        command = [sys.executable, __file__, model, "--child", *options]
+        runs = [children.run_on_ranks(model, command, RANKS, TIME_LIMIT) for _ in range(arguments.repeats)]
+        show(runs, {kind: f"{model}: {KINDS[kind]}" for kind in arguments.kinds}, PAIRS)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ NEEDS = {
     "how-to/slurm.md": "torch",
     "tutorials/jax-function.md": "jax",
     "how-to/torch-checkpoints.md": "torch",
+    "how-to/torch-experts.md": "transformers",
     "how-to/torch-optimizers.md": "torch",
     "how-to/torch-pipelines.md": "torch",
     "how-to/torch-plans.md": "torch",

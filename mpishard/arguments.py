@@ -6,6 +6,7 @@ strings are no flags.  Errors name the argument, `name`.  No MPI.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import reprlib
@@ -125,6 +126,11 @@ def listed(items: Iterable[Any], most: int = 5) -> str:
     every = list(items)
     more = f" and {len(every) - most} more" if len(every) > most else ""
     return ", ".join(map(str, every[:most])) + more
+
+
+def mark(text: str) -> str:
+    """A short word for a long text, in names and messages: eight characters that differ where texts do."""
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def kind_of(value: Any) -> str:

@@ -227,7 +227,10 @@ class _Controls:
             except TypeError:
                 return given
         each = zip(self._controls, self._listed(given), strict=True)
-        return {name: value if _is_plain(value) else self._array(name, value) for name, value in each}
+        return {
+            name: value if value is None or isinstance(value, Real | np.ndarray) else self._array(name, value)
+            for name, value in each
+        }
 
     def bounds(self, given: Any) -> Any:
         """Pairs by the numbers of controls."""
@@ -237,7 +240,3 @@ class _Controls:
             raise ValueError(f"bounds={kind_of(given)} must be (lower, upper), each one for all controls or a list")
         lower, upper = (self.option(self._listed(side)) for side in given)
         return {name: (lower[name], upper[name]) for name in self._controls}
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, Real | np.ndarray)

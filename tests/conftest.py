@@ -113,9 +113,9 @@ def chosen_device(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _quiet_compilation() -> None:
     """Which test compiles a kernel first depends on the others, and what it writes should not."""
-    from mpishard.backend import compiled
+    from mpishard.backend import jit_function
 
-    compiled.PATIENCE_S = 1e6
+    jit_function.PATIENCE_S = 1e6
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.backend.compiled import HostFunction
 from mpishard.backend.elementwise import Formula, FormulaSource
+from mpishard.backend.jit_function import HostFunction
 from mpishard.backend.kinds import backend_of, cupy_backend, find_backend, name_of_kind
 from mpishard.backend.ranges import Ranges
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpishard.backend.compiled import HostFunction
+from mpishard.backend.jit_function import HostFunction
 
 
 class DualField(NamedTuple):

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend.array import is_device, module_of, runs_cuda, to_host
-from mpishard.backend.compiled import HostFunction, inner
 from mpishard.backend.cuda_source import CudaSource, launch
+from mpishard.backend.jit_function import HostFunction, inner
 from mpishard.backend.kinds import backend_of
 from mpishard.backend.ranges import Ranges
 from mpishard.backend.streams import queue_copy

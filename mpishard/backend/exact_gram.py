@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpishard.backend.compiled import HostFunction, inner
+from mpishard.backend.jit_function import HostFunction, inner
 
 _SLICES, _BITS = 3, 22
 _GROUPS = 2 * _SLICES - 1  # products of slices of one weight are added

@@ -15,8 +15,8 @@ import numpy as np
 
 from mpishard.backend import exact
 from mpishard.backend.array import is_device
-from mpishard.backend.compiled import HostFunction, inner
 from mpishard.backend.exact import CARRY, Spans, touch_next
+from mpishard.backend.jit_function import HostFunction, inner
 
 Array = Any
 

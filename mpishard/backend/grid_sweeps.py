@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpishard.backend.compiled import HostFunction
+from mpishard.backend.jit_function import HostFunction
 
 
 def chebyshev_sweep(

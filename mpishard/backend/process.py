@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
 import math
 import os
 import platform
@@ -19,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from mpishard.backend.compiled import KERNELS
+from mpishard.arguments import mark
 from mpishard.backend.gemm.choice import Choice, active
 from mpishard.backend.gemm.libraries import load, settings
+from mpishard.backend.jit_function import KERNELS
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -218,12 +218,11 @@ def _of_processor() -> dict[str, str]:
     processor = options.CPU_NAME or binding.get_host_cpu_name()
     features = options.CPU_FEATURES or binding.get_host_cpu_features().flatten()
     # Virtual machines on one kind of processor may hide different instructions.
-    mark = hashlib.blake2b(features.encode(), digest_size=4).hexdigest()
     vector = np.show_config(mode="dicts")["SIMD Extensions"]
     found = [*vector.get("baseline", []), *vector.get("found", [])]
     return {
         "NumPy": f"{np.__version__} with {found[-1] if found else 'no vector instructions'}",
         "Numba": f"{numba.__version__}{' with SVML' if options.USING_SVML else ''}",
-        "processor of compiled kernels": f"{processor} ({mark})",
+        "processor of compiled kernels": f"{processor} ({mark(features)})",
         "C library": " ".join(platform.libc_ver()).strip() or platform.system(),
     }

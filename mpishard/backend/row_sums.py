@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend.array import is_device
-from mpishard.backend.compiled import HostFunction
+from mpishard.backend.jit_function import HostFunction
 
 Array = Any
 # Elements that are added at a time; a few such blocks fit into the first-level cache.

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard.backend.array import is_device
-from mpishard.backend.compiled import HostFunction
 from mpishard.backend.exact import CARRY
+from mpishard.backend.jit_function import HostFunction
 
 Array = Any
 _HIGH = 28  # binary places of the first word; the second has CARRY more

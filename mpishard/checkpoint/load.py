@@ -30,7 +30,7 @@ from mpishard.layout.tensors import LocalLayout, Piece
 
 Check = Callable[[Mapping[str, Any]], None]
 
-_MOST_SHOWN = 3
+_MOST_NAMED = 3
 # Elements that are read at once for a device, where this many lie end to end.
 _LEAST_STAGING = 2**20
 
@@ -174,7 +174,7 @@ def fill(
         problems = [str(error)]
     problems = gather_lists(patient, problems)
     if problems:
-        raise ValueError("; ".join(problems[:_MOST_SHOWN]))
+        raise ValueError("; ".join(problems[:_MOST_NAMED]))
     if one_node:
         return
     lacking = [sum(p.size for p in shard.counted) < sum(p.size for p in shard.holding) for shard in state.shards]

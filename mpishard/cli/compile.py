@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from mpishard.backend import array, exact, exact_gram, exact_rows, jit, sparse_rows
+from mpishard.backend import array, exact, exact_gram, exact_rows, numba_cache, sparse_rows
 from mpishard.backend.array import Kernel
-from mpishard.backend.compiled import compile_expected
 from mpishard.backend.dual_sweeps import DualField, dual_sweeps
 from mpishard.backend.grid_sweeps import chebyshev_sweep
+from mpishard.backend.jit_function import compile_expected
 from mpishard.backend.row_sums import add_by_tree
 from mpishard.cli.output import size
 from mpishard.compression import (
@@ -57,14 +57,14 @@ def compile(
     Where the installation is not to be written to, --into names a folder.  Name the same in MPISHARD_KERNELS then, and
     let nobody write to it whom its users do not trust: they run what is in it.
     """
-    folder = jit.kernels_folder() if into is None else into.absolute()
+    folder = numba_cache.kernels_folder() if into is None else into.absolute()
     try:  # before anything is compiled
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         remedy = "--into FOLDER names another" if into is None else "name another"
         raise OSError(f"no kernels can be written to {folder} ({error.strerror}); {remedy}") from error
-    found = jit.compile_into(folder)
+    found = numba_cache.compile_into(folder)
     for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
         _compile_formulas(dtype)
         _compile_sums(dtype)
@@ -77,7 +77,7 @@ def compile(
     dual_sweeps(DualField(dual.copy(), dual.copy(), dual, cell), cell.copy(), cell, (cell, cell), 1.0, 1.0, 1.0, 1)
     files = list(found.rglob("*.nbc"))
     typer.echo(f"{len(files)} kernels, {size(sum(file.stat().st_size for file in files))}, in {found}")
-    if folder != jit.kernels_folder():
+    if folder != numba_cache.kernels_folder():
         typer.echo(f"found by export MPISHARD_KERNELS={folder}")
 
 

@@ -141,8 +141,8 @@ def draw(timeline: Timeline, width: int) -> list[str]:
         for row in rows:
             row.text[head:-tail] = _CUT
             row.kinds[head:-tail] = [""] * len(_CUT)
-        shown = (head / scale, timeline.makespan - tail / scale)
-        notes.append(f"the time from {shown[0]:.6g} to {shown[1]:.6g} is left out")
+        cut = (head / scale, timeline.makespan - tail / scale)
+        notes.append(f"the time from {cut[0]:.6g} to {cut[1]:.6g} is left out")
     used = {event.action.kind for event in timeline.events}
     meanings = [f"{kind} {meaning}" for kind, meaning in KINDS.items() if kind in used]
     if label in names:

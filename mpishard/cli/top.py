@@ -38,10 +38,10 @@ def screen(run: Follower, rows: int) -> Group:
     audits = [cell(f"audit: {described(line)}", style="red") for line in found]
     parts: list[Any] = [_headline(run), *_logged(run), *audits, *_remarks(run, processes)]
     if processes:
-        shown = sorted(processes, key=lambda process: -_busy(process))[:rows]
-        parts.append(_table(run, sorted(shown, key=lambda process: process.lines[-1]["rank"])))
-        if len(shown) < len(processes):
-            parts.append(cell(f"the {len(shown)} of {len(processes)} ranks that compute longest"))
+        busiest = sorted(processes, key=lambda process: -_busy(process))[:rows]
+        parts.append(_table(run, sorted(busiest, key=lambda process: process.lines[-1]["rank"])))
+        if len(busiest) < len(processes):
+            parts.append(cell(f"the {len(busiest)} of {len(processes)} ranks that compute longest"))
     return Group(*parts)
 
 

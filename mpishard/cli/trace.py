@@ -99,14 +99,14 @@ def draw(spans: Sequence[Traced], path: Path) -> int:
     from matplotlib.patches import Patch
 
     ranks = sorted({span.rank for span in spans})
-    shown = ranks[:_MOST_ROWS]
-    rows = {rank: row for row, rank in enumerate(shown)}
+    drawn = ranks[:_MOST_ROWS]
+    rows = {rank: row for row, rank in enumerate(drawn)}
     first = min(span.start for span in spans)
     bars: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for span in spans:
         if span.rank in rows:
             bars[span.kind][rows[span.rank]].append(((span.start - first) * 1e3, span.seconds * 1e3))
-    figure = Figure(figsize=(8, 1.4 + 0.36 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(8, 1.4 + 0.36 * len(drawn)), layout="constrained")
     axis = figure.subplots()
     kinds = sorted(bars, key=lambda kind: (_LAYERS.get(kind, _OF_CALLS), kind))
     for kind in kinds:
@@ -114,16 +114,16 @@ def draw(spans: Sequence[Traced], path: Path) -> int:
         height = 0.9 - 0.14 * layer
         for row, where in bars[kind].items():
             axis.broken_barh(where, (row - height / 2, height), color=_colour(kind), zorder=2 + layer, lw=0)
-    begins = {span.step: (span.start - first) * 1e3 for span in spans if span.kind == "step" and span.rank == shown[0]}
+    begins = {span.step: (span.start - first) * 1e3 for span in spans if span.kind == "step" and span.rank == drawn[0]}
     if len(begins) <= _MOST_NUMBERS:
         for step, begin in begins.items():
             axis.annotate(f"step {step}", (begin, -0.48), fontsize=8, va="bottom")
     patches = [Patch(color=_colour(kind), label=_WORDS.get(kind, f"{kind} axis")) for kind in kinds]
     figure.legend(handles=patches, fontsize=8, frameon=False, ncols=5, loc="outside lower center")
-    axis.set(xlabel="ms", yticks=range(len(shown)), yticklabels=[f"rank {rank}" for rank in shown])
-    axis.set(ylim=(len(shown) - 0.4, -0.95), xmargin=0.01)
+    axis.set(xlabel="ms", yticks=range(len(drawn)), yticklabels=[f"rank {rank}" for rank in drawn])
+    axis.set(ylim=(len(drawn) - 0.4, -0.95), xmargin=0.01)
     save(figure, path)
-    return len(ranks) - len(shown)
+    return len(ranks) - len(drawn)
 
 
 def _colour(kind: str) -> str:

@@ -80,8 +80,8 @@ def _show(asked: Asked, as_json: bool, ending: str = "") -> None:
     """Print where the ranks of a job are, and why they do not go on."""
     causes = diagnose(asked.answers, asked.absent, asked.ranks)
     if as_json:
-        shown = {"fresh": not asked.is_over, "ending": ending, "findings": list(map(asdict, causes))}
-        typer.echo(json.dumps(shown | {"answers": asked.answers, "absent": asked.absent}))
+        found = {"fresh": not asked.is_over, "ending": ending, "findings": list(map(asdict, causes))}
+        typer.echo(json.dumps(found | {"answers": asked.answers, "absent": asked.absent}))
         return
     lines = report(asked.answers, asked.absent, asked.ranks)
     if asked.is_over:

@@ -26,7 +26,7 @@ from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.launch.job_notes import raised_by_all
 
-_MOST_SHOWN = 4
+_MOST_NAMED = 4
 REMEDY = "give the same on every rank"
 _CALL = "call"  # the setting that is the name of a public call
 
@@ -126,17 +126,17 @@ def _difference_error(
     found: dict[str, str] = {}
     for name in dict.fromkeys(name for each in by_rank for name in each):
         missing = "another" if name == _CALL else "not there"
-        shown = held_by(members, [each.get(name, missing) for each in by_rank])
-        if len(shown) > 1:
-            more = f" and {len(shown) - _MOST_SHOWN} more values" if len(shown) > _MOST_SHOWN else ""
+        held = held_by(members, [each.get(name, missing) for each in by_rank])
+        if len(held) > 1:
+            more = f" and {len(held) - _MOST_NAMED} more values" if len(held) > _MOST_NAMED else ""
             # For a schedule, the first step that differs is enough.
-            found.setdefault(name.partition("(")[0], f"{name} is {', '.join(shown[:_MOST_SHOWN])}{more}")
+            found.setdefault(name.partition("(")[0], f"{name} is {', '.join(held[:_MOST_NAMED])}{more}")
     if _CALL in found:  # their arguments differ for that reason
         found, what, remedy = {_CALL: found[_CALL]}, "collective calls in one order", "make each call on every rank"
-    shown = [text for name, text in found.items() if not name.endswith("scalars")]  # they follow from other settings
-    shown = shown or list(found.values())
-    more = f"; and {len(shown) - _MOST_SHOWN} others" if len(shown) > _MOST_SHOWN else ""
-    error = ValueError(f"all ranks must have the same {what}, but {'; '.join(shown[:_MOST_SHOWN])}{more}: {remedy}")
+    texts = [text for name, text in found.items() if not name.endswith("scalars")]  # they follow from other settings
+    texts = texts or list(found.values())
+    more = f"; and {len(texts) - _MOST_NAMED} others" if len(texts) > _MOST_NAMED else ""
+    error = ValueError(f"all ranks must have the same {what}, but {'; '.join(texts[:_MOST_NAMED])}{more}: {remedy}")
     return raised_by_all(error, len(by_rank))
 
 
@@ -219,6 +219,44 @@ class DeferredError:
         """The part of `raise_on_all` after all ranks have met; `axis`: those that raise. Collective over them."""
         error, self.error = self.error, None
         axis.raise_together(error)
+
+
+class OtherHasLeft(Exception):
+    """Another rank of an axis has left a block of `left_together` by an error."""
+
+
+@contextlib.contextmanager
+def left_together(axis: Axis) -> Iterator[None]:
+    """A context whose block all ranks of an axis leave where one leaves it by an error. Collective.
+
+    The others raise OtherHasLeft, before the next operation of the block, which calls ``axis.meet()``, or at its end.
+    """
+    if axis.size == 1:
+        yield
+        return
+    before, other_has_left = axis.meet, False
+
+    def meet(leaves: bool = False) -> None:
+        nonlocal other_has_left
+        if not other_has_left:
+            left = axis.all_reduce(np.array([leaves], np.int64), op="max", label="control")
+            other_has_left = bool(left[0]) and not leaves
+        if other_has_left:
+            raise OtherHasLeft(f"another rank of axis {axis.name!r} has failed")
+
+    axis.meet = meet
+    try:
+        yield
+        meet()
+    except MPI.Exception:
+        raise
+    except (Exception, SystemExit) as error:
+        if other_has_left:  # which the user's code may have made another error of
+            raise OtherHasLeft(str(error)) from error
+        meet(leaves=True)
+        raise
+    finally:
+        axis.meet = before
 
 
 # The agreement of ranks on the libraries that multiply matrices.

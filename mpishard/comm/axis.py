@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -48,6 +48,10 @@ def ranks_in(comm: MPI.Comm, world: Communicator) -> list[int]:
     return sorted(max(rank, -1) for rank in MPI.Group.Translate_ranks(comm.group, None, world.comm.group))
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 class Axis(Communicator):
     """One direction of a mesh: the ranks that differ in one coordinate only, and the collectives over them.
 
@@ -90,6 +94,8 @@ class Axis(Communicator):
         self._subgroups: dict[tuple[int, ...] | str, Axis | None] = {}
         # What the public call that begins has entered so far, see `mpishard.comm.agreement.opening`.
         self.opened: dict[str, Any] | None = None
+        # What operations of a pass call before they begin, see `mpishard.comm.agreement.left_together`.
+        self.meet: Callable[[], None] = _nothing
 
     def withhold_device_buffers(self, withhold: bool) -> None:
         """Stop handing device memory to MPI until `rebind`, or go back to what `probe` has found.  Not collective.
@@ -394,12 +400,16 @@ class ModelParallelGroup:
             values = [each for theirs in axis.allgather_object(tuple(values)) for each in theirs]
         return values
 
-    def raise_together(self, problem: BaseException | None) -> None:
-        """As `Axis.raise_together`."""
+    def raise_if_any(self, problem: BaseException | None) -> None:
+        """As `Axis.raise_if_any`."""
         for axis in self._axes:
             try:
                 axis.raise_if_any(problem)
             except (Exception, SystemExit) as error:
                 problem = error  # of this rank or of another; ranks of the next axis must learn of it too
-        assert problem is not None
-        raise problem
+        if problem is not None:
+            raise problem
+
+    def raise_together(self, problem: BaseException | None) -> None:
+        """As `Axis.raise_together`."""
+        self.raise_if_any(problem)

@@ -121,13 +121,13 @@ def _unlike_versions(world: MPI.Intracomm, by_rank: Sequence[str]) -> ValueError
     if len(set(by_rank)) == 1:
         return None
     hosts = allgather_values(world, platform.node())
-    shown = []
+    versions = []
     for version in dict.fromkeys(by_rank):
         ranks = [rank for rank, each in enumerate(by_rank) if each == version]
         on = list(dict.fromkeys(hosts[rank] for rank in ranks))
-        shown.append(f"{version} on {in_words('rank', ranks)} ({in_words('host', on)})")
+        versions.append(f"{version} on {in_words('rank', ranks)} ({in_words('host', on)})")
     return ValueError(
-        f"all ranks must have the same version of mpishard, but it is {', and '.join(shown)}; "
+        f"all ranks must have the same version of mpishard, but it is {', and '.join(versions)}; "
         "install one version on every host, in the environment that the ranks start in"
     )
 

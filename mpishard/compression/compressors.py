@@ -15,8 +15,8 @@ import numpy as np
 
 from mpishard.arguments import integer, number
 from mpishard.backend import array as arrays
-from mpishard.backend.compiled import HostFunction
 from mpishard.backend.cuda_source import PRELUDE, CudaSource, launch
+from mpishard.backend.jit_function import HostFunction
 from mpishard.backend.random import normal
 from mpishard.compression import kernels
 from mpishard.compression.compressor import (

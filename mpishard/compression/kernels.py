@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.backend.compiled import HostFunction, inner
+from mpishard.backend.jit_function import HostFunction, inner
 
 Array = Any
 _HALF, _SIGN, _INFINITE = np.float32(0.5), np.int32(0x8000), np.int32(0x7F800000)

@@ -10,7 +10,7 @@ Read ``sharded_optimizer`` first; then what its step calls, in this order: ``rul
 what users call           ``sharded_optimizer``, the base; ``optimizers``, those by name; ``local_sgd``; ``models``;
                           ``results``: what `optimize` returns
 settings                  ``configuration``; ``settings``: as text by name, and that all ranks have the same;
-                          ``validation``: checks on a rank
+                          ``validation``: checks on a rank; ``arithmetic``: what else bits depend on
 gradient reduction        ``strategies``: which ``summation``; ``configuration``: the size of buckets
 division of the state     ``strategies``: which; ``ownership``: the ranges of a rank, and copies on ranks of one model
 a step                    ``sharded_optimizer``: checks its arguments; ``rule_state``: takes it by a rule;

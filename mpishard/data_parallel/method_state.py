@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -187,7 +187,7 @@ class ShardedSpace(Space):
         return found
 
 
-class Stages(AuxiliaryState):
+class Stages(AuxiliaryState, ABC):
     """What decides, where a minimisation has ended, whether another one begins; with state that travels."""
 
     @abstractmethod

@@ -240,7 +240,7 @@ class OptimizerState(ABC):
             self.settings.agree_on_state(parameters, caught.error)
         elif caught.error is not None:
             raise caught.error
-        self.settings.keep_products()
+        self.settings.arithmetic.keep_products(self._optimizer.config)
         on_rank = self._on_rank
         if on_rank is not None and on_rank.parameters is parameters:
             return on_rank.strategy
@@ -322,7 +322,7 @@ class OptimizerState(ABC):
             "sharding.json": config.settings(),
             "mesh.json": dict(config.mesh.shape),
             **self.counters.facts,
-            **self.settings.facts,
+            **self.settings.arithmetic.facts,
         }
         for each in self.auxiliary:
             facts |= each.facts
@@ -378,7 +378,7 @@ class OptimizerState(ABC):
         needed = [slot for slot in saved if not self.is_spare(slot)]
         check_saved_rule(type(self.rule).__name__, self.slot_names, facts.get("rule", "none"), saved, needed)
         check_numbers(facts)
-        self.settings.check(facts)
+        self.settings.arithmetic.check(facts, self._optimizer.config)
         for each in self.auxiliary:
             each.check(facts)
         if self._carried is not None:
@@ -396,7 +396,7 @@ class OptimizerState(ABC):
         if self._carried is not None:
             self._carried.restore(facts)
         self.counters.restore(facts)
-        self.settings.restore(facts)
+        self.settings.arithmetic.restore(facts)
         on_rank.resume(self.counters, float(facts.get("loss_scale", 1.0)))
 
     def restore_settings(self, facts: Mapping[str, Any]) -> None:

@@ -355,8 +355,8 @@ class TensorCopies:
             digests.append((("copies", stage, tensor), hashlib.sha256(flat.data).digest()))
         first: dict[Any, tuple[int, bytes]] = {}
         divergent: dict[int, int] = {}
-        for rank, shown in enumerate(mesh.world.allgather_object(tuple(digests))):
-            for what, digest in shown:
+        for rank, of_rank in enumerate(mesh.world.allgather_object(tuple(digests))):
+            for what, digest in of_rank:
                 holder, theirs = first.setdefault(what, (rank, digest))
                 if theirs != digest:
                     divergent.setdefault(rank, holder)

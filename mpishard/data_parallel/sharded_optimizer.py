@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mpishard.arguments import kind_of
-from mpishard.backend.compiled import prepare
+from mpishard.backend.jit_function import prepare
 from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import CaughtError
@@ -94,7 +94,7 @@ class ShardedOptimizer:
             else:
                 self.state = RuleState(self, rule, self._auxiliary_state())
             same["optimizer"] = name
-        self.state.settings.fix_threads()
+        self.state.settings.arithmetic.fix_threads(self.config)
         prepare()  # here, so that the first step does not pay for it
         self.measure_norm = False
         # By folder the ids of the checkpoints that `save_checkpoint` may remove; None: all that are there.
@@ -248,7 +248,7 @@ class ShardedOptimizer:
         """The strategy of checked parameters, which are bound if they are not yet."""
         state = self.state
         strategy = state.strategy if named is state.parameters else self.bind(named)
-        self.settings.keep_products()
+        self.settings.arithmetic.keep_products(self.config)
         return strategy
 
     def _update_along(self, strategy: Strategy, gradients: Array | None, count: float | None, largest: float) -> None:

@@ -4,8 +4,8 @@ Input: an optimizer, a problem, a number of workers, and requests to change it.
 Output: the parameters of an undisturbed run, with its bits, on the workers that are left.
 
 Read ``phases`` first, the states of a process; then ``optimizer``, ``loop`` and ``transactions``: a step;
-``membership``, ``resizing``, ``healing``, ``requests`` and ``spawning``: a change of the workers; ``mesh_choice`` and
-``auto_layouts``: their mesh; ``control``: who asks.
+``membership``, ``roles``, ``resizing``, ``healing``, ``requests`` and ``spawning``: a change of the workers;
+``mesh_choice``, ``mesh_limits`` and ``auto_layouts``: their mesh; ``control``: who asks.
 
 Within a job: `ElasticOptimizer`, its loop (transactions, healing, resizing), the processes of the run and those that
 are spawned for it, the committed state and its copies, and requests from outside.  Around a job: the supervisor, which

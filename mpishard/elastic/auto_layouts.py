@@ -90,7 +90,8 @@ class AutoLayouts:
         )
         limit, strict = self.memory_limit, self.memory_limit is not None
         if limit is None:
-            limit = math.inf if arrays.is_device(start.like) else _memory() / config.mesh.node.size
+            of_node = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            limit = math.inf if arrays.is_device(start.like) else of_node / config.mesh.node.size
         micro = problem.micro_batch_size
         if micro is None and config.reproducible:
             micro = -(-problem.batch_size // MICRO_BATCHES)
@@ -123,8 +124,3 @@ class AutoLayouts:
             return {"data": best.data, "tensor": best.tensor, "pipeline": best.pipeline}
 
         return choose
-
-
-def _memory() -> float:
-    """Bytes of memory of this node."""
-    return float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")

@@ -22,7 +22,7 @@ from mpishard.comm.mesh import Mesh
 from mpishard.comm.supervisor_reports import give_up, leave_to_others, note_cell, note_training
 from mpishard.data_parallel.results import OptimizationResult
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.elastic.healing import Healing
+from mpishard.elastic.healing import heal
 from mpishard.elastic.membership import Membership, Order, is_joining
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
 from mpishard.elastic.phases import Phase, PhaseEvent, next_phase
@@ -191,7 +191,7 @@ class ElasticLoop:
 
     def _heal(self) -> PhaseEvent:
         """Return to the last committed step with the survivors."""
-        self._order = Healing(self._run).heal()
+        self._order = heal(self._run)
         return PhaseEvent.ORDERED
 
     def _stop(self) -> PhaseEvent:

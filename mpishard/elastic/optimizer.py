@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -24,60 +23,20 @@ from mpishard.data_parallel.validation import check_problem
 from mpishard.elastic.loop import ElasticLoop
 from mpishard.elastic.membership import StoppedPeerMonitor, is_joining
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
+from mpishard.elastic.mesh_limits import MeshLimits
 from mpishard.elastic.requests import ResizeRequests, WorkerTarget
 from mpishard.elastic.resizing import ElasticOptions
 from mpishard.launch.job_notes import JobNotes
 from mpishard.minimizers import Method
-from mpishard.nn.model_facts import MODEL, architecture_of
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.record import RunRecord
 from mpishard.training import OptimizationProblem, Scaling
 from mpishard.training.audit import LEAST_SHARE, REPLICAS
-from mpishard.training.objective import Objective
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
     from mpishard.elastic.auto_layouts import AutoLayouts
-
-
-class MeshLimits:
-    """Says why a mesh is impossible; called as `MeshChoice.why_not`.  `problem` is for the optimizer's present mesh."""
-
-    def __init__(self, optimizer: ShardedOptimizer, problem: Objective[Any]) -> None:
-        start, config = problem.start, optimizer.config
-        self._batch_size = problem.batch_size
-        self._is_model = isinstance(start, FlatParameters)
-        self._tensor = config.mesh.tensor.size
-        same_bits = config.reproducible and not config.allow_different_bits
-        self._keeps_tensor = same_bits and isinstance(start, FlatParameters) and start.sums_by_mpi
-        architecture = problem.facts.get(MODEL)
-        self._architecture = None if architecture is None else architecture_of(architecture)
-        self._optimizer = optimizer
-        self._first = weakref.ref(start) if isinstance(start, FlatParameters) else None  # a later mesh has others
-
-    def __call__(self, sizes: MeshSizes) -> str:
-        """The reason, in words; empty if the mesh is possible."""
-        if sizes.data > self._batch_size:
-            return f"batch_size={self._batch_size} gives some of {sizes.data} data ranks no sample"
-        if not self._is_model and sizes.ranks > sizes.data:
-            return "a function of a flat array cannot be split over tensor or pipeline ranks"
-        parameters = self._optimizer.parameters or (None if self._first is None else self._first())
-        carried = None if parameters is None else parameters.carried
-        try:
-            if self._architecture is not None:
-                self._architecture.check(sizes.tensor, sizes.pipeline)
-            if carried is not None:
-                carried.check_split(sizes.tensor, sizes.pipeline)
-        except ValueError as error:
-            return str(error)
-        if self._keeps_tensor and sizes.tensor != self._tensor:
-            return (
-                f"with reproducible=True a model without shards keeps its tensor size of {self._tensor}, since "
-                f"{sizes.tensor} changes the bits: make it with shards=, a multiple of all tensor sizes, or give "
-                "ShardingConfiguration(..., allow_different_bits=True)"
-            )
-        return ""
 
 
 class ElasticOptimizer:
@@ -133,10 +92,11 @@ class ElasticOptimizer:
         communicators were made anew, before the next step.  It may communicate.
     audit : float or "replicas", optional
         Finds a worker that computes wrongly.  A number from 1e-9 to 1: the share of the micro-batches that a second
-        worker computes too, drawn anew in each step.  Where the bits differ all workers compute that micro-batch.  Who
-        is not with the majority is named, with host and step, and works no more; the others take the step again.  For
-        DDP and ZeRO-1 with ``reproducible=True`` on a data axis alone.  "replicas": every 10 steps parameters, and
-        under DDP state, of all workers are compared, and who differs takes them from the majority.
+        worker computes too, drawn anew in each step, in which sums over ranks are checked, too.  Where the bits differ
+        all workers compute that micro-batch, or a third one that sum.  Who is not with the majority is named, with host
+        and step, and works no more; the others take the step again.  For DDP and ZeRO-1 with ``reproducible=True`` on a
+        data axis alone.  "replicas": every 10 steps parameters, and under DDP state, of all workers are compared, and
+        who differs takes them from the majority.
 
     Raises
     ------

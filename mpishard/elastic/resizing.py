@@ -4,7 +4,7 @@ With the options of an elastic run, its communicators and its decisions after ea
 
 Nothing here is about deaths.  Whether survivors heal or the job starts again is decided elsewhere, hop by hop: the
 launcher's option (`mpishard.comm.capabilities.heals_in_place`); the loop, which heals if it may
-(`mpishard.elastic.loop`); `Healing`, which gives up if too much is lost; and then the supervisor
+(`mpishard.elastic.loop`); `heal`, which gives up if too much is lost; and then the supervisor
 (`mpishard.launch.restart_policy`).
 """
 
@@ -196,7 +196,7 @@ class ElasticRun:
 
 # -- changes of the workers --------------------------------------------------------------------------------------------
 #
-# After a death the survivors first shrink to those who live, and agree on the last committed step: `Healing`.
+# After a death the survivors first shrink to those who live, and agree on the last committed step: `heal`.
 
 
 class Resizing:
@@ -330,10 +330,10 @@ class Resizing:
             "measures (stage_costs)",
         )
         agree_on_gemm_libraries(self._run.membership.axis)
-        numerics = training.optimizer.settings.numerics
+        arithmetic = training.optimizer.settings.arithmetic
         if training.optimizer.steps == 0:  # of those that have joined, which were in a mesh of their own before
-            numerics.note_products()
-        numerics.agree(training.optimizer.config, self._run.membership.axis, places=not chooses)
+            arithmetic.note_products()
+        arithmetic.agree(training.optimizer.config, self._run.membership.axis, places=not chooses)
 
     def _source(self) -> RunState | None:
         """The state that this process can give to the next workers; None if it has none."""

@@ -33,7 +33,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 from mpi4py import MPI
 
-from mpishard.backend.compiled import prepare
+from mpishard.backend.jit_function import prepare
 from mpishard.comm.abort import die, fail_alone, killed_after
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.launch.detection import CELL_OPTION

@@ -20,7 +20,7 @@ from threadpoolctl import threadpool_info
 from mpishard.backend.array import can_pin, device_count
 from mpishard.backend.gemm.choice import Choice, chosen_by_variable, fastest_of
 from mpishard.backend.gemm.libraries import TAKES, Offer, installed, loadable
-from mpishard.backend.jit import kept_in
+from mpishard.backend.numba_cache import kept_in
 from mpishard.backend.optional_library import device_libraries
 from mpishard.backend.process import chosen_by_user, cpu_quota, own_cores
 from mpishard.comm.capabilities import (

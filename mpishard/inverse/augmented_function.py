@@ -111,7 +111,7 @@ class AugmentedFunction:
         """
         self._progress = progress
         attempts = Attempts(together, retries)
-        attempt = attempts(lambda: self._evaluated(self.unknowns.shown_to_user()))
+        attempt = attempts(lambda: self._evaluated(self.unknowns.point()))
         with raised_on_all(self.world):
             if attempt.problem is not None:
                 raise attempt.problem
@@ -205,7 +205,7 @@ class AugmentedFunction:
             value, given = self._functions.value_and_gradient(x)
             gradient = unknowns.vector("the gradient", given).copy()  # the user may write into the same array again
         with raised_on_all(self._meeting):
-            found = self._constraints.function(unknowns.shown_to_user(), *self._args)
+            found = self._constraints.function(unknowns.point(), *self._args)
             constr = reals("constraints must return", found)
             if self.best is not None and constr.size != self.best.constr.size:
                 raise ValueError(
@@ -221,7 +221,7 @@ class AugmentedFunction:
         return residuals, np.where(inside, 0.0, self.shifts - self.penalty * residuals)
 
     def _adjoint(self, v: np.ndarray) -> Array:
-        product = self._constraints.adjoint(self.unknowns.shown_to_user(), v, *self._args)
+        product = self._constraints.adjoint(self.unknowns.point(), v, *self._args)
         return self.unknowns.vector("the product of adjoint", product)
 
     def _of_all(self, value: float, terms: np.ndarray) -> tuple[tuple[float, ...], tuple[list[float], ...]]:

@@ -128,7 +128,7 @@ class Corrections:
         """The result after a minimisation, for the callback."""
         function = self.function
         return OptimizeResult(
-            x=function.unknowns.copy_of(function.unknowns.shown),
+            x=function.unknowns.copy_of(function.unknowns.given),
             constr_violation=function.distances.violation,
             multipliers=function.multipliers.copy(),
             penalty=course.penalty,
@@ -145,7 +145,7 @@ class Corrections:
         distances = function.distances
         found = f"largest constraint {distances.violation:.3g}, largest element of the gradient {optimality:.3g}"
         return OptimizeResult(
-            x=function.unknowns.shown_to_user(),
+            x=function.unknowns.point(),
             fun=function.value() + added,
             constr=function.constr,
             constr_violation=distances.violation,

@@ -10,17 +10,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data.sampling import micro_batches
-from mpishard.data_parallel.method_state import MinimizationState, Stages
+from mpishard.data_parallel.method_state import Stages
 from mpishard.data_parallel.results import TrainingState
 from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
 from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.inverse.corrections import MULTIPLIERS, NUMBERS, Corrections, Course, Verdict
 from mpishard.inverse.functions import Attempts, Callback, EvaluationFailed, Functions, failure_in_words, sum_of_values
-from mpishard.inverse.mesh_run import check_identical, digest, exchange, parameters_of
+from mpishard.inverse.mesh_run import HOW_TO_SUM, MinimizingRanks, check_identical, digest, exchange, parameters_of
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, result_of
 from mpishard.inverse.run_files import expect_no_constraints
 from mpishard.inverse.unknowns import Unknowns, copy_of_point
@@ -32,7 +31,7 @@ from mpishard.training import OptimizationProblem
 Array = Any
 # Calls of the function an evaluation, on any number of ranks: then the sums have the same bits on all.
 _CALLS = 64
-_HOW_TO_SUM = "give samples=N and fun(x, samples)"
+_HOW_TO_DIVIDE = "give samples=N and fun(x, samples)"
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class _OneMinimization(Stages):
         expect_no_constraints(facts, getattr(self._checkpoints, "folder", None))
 
 
-class ElasticMinimization:
+class ElasticMinimization(MinimizingRanks):
     """A minimisation by ranks that come and go. Collective over the mesh, its creation too.
 
     With `samples`, of which the function is a sum, `functions` take them as an argument after the point or the
@@ -96,19 +95,18 @@ class ElasticMinimization:
                 f"elastic= needs a mesh with a data axis alone, or a Partition as x0, got {mesh.sizes}; where other "
                 "fields are cut, ElasticOptimizer(method, mesh).optimize(OptimizationProblem(...)) is elastic"
             )
+        self._elastic = ElasticOptimizer(method, mesh, **options)
+        super().__init__(unknowns, mesh, self._elastic.optimizer)
         self._functions = functions
-        self._unknowns = unknowns
-        self._mesh = mesh
         self._samples = samples
         self._sums = reduction == "sum"
         self._callback = callback
         self._parameters = parameters_of(unknowns)
         given = mesh.world.allgather_object((callback.is_given, loop.disp))
         self._watched = any(watched for watched, _ in given)
-        self._table = Table(shown=any(disp for _, disp in given))
+        self._table = Table(shows=any(disp for _, disp in given))
         self._evaluations = 0  # of the last row
         self._failure = 0, ""  # the last evaluation that has failed on this rank, and what the result says of it
-        self._elastic = ElasticOptimizer(method, mesh, **options)
         self._maxtime = loop.maxtime
         self._has_inverse = loop.hess_inv
         self._together = mesh.world if samples is None else mesh.tensor  # they call the function for the same samples
@@ -116,18 +114,18 @@ class ElasticMinimization:
         self._of_stage: Callable[[], OptimizeResult] | None = None
 
     def continue_by(self, stages: Stages, intermediate: Callable[[], OptimizeResult]) -> None:
-        """Let `stages` decide what follows a minimisation; before `run`. The unknowns show the start of all ranks.
+        """Let `stages` decide what follows a minimisation; before `minimize`. The unknowns show the start of all ranks.
 
         The callback is then called with the `intermediate` result where a minimisation has begun after another one.
         """
         optimizer = self._elastic.optimizer
-        warn_if_initial_parameters_differ(self._mesh, self._parameters)
+        warn_if_initial_parameters_differ(self.mesh, self._parameters)
         optimizer.bind(self._parameters)
         self._state.continue_by(stages)
         self._of_stage = intermediate
         self._unknowns.show()
 
-    def run(self, checkpoints: Any, resume: bool, record: Any) -> MinimizationOutcome:
+    def minimize(self, checkpoints: Any, resume: bool, record: Any) -> MinimizationOutcome:
         """Take steps until the method, the callback or a signal ends the minimisation.
 
         The result is on all ranks that are alive at the end.
@@ -145,7 +143,7 @@ class ElasticMinimization:
         )
         if self._of_stage is None:
             self._state.continue_by(_OneMinimization(checkpoints))
-        if self._functions.has_weights and count > 1 and self._mesh.rank == 0:
+        if self._functions.has_weights and count > 1 and self.mesh.rank == 0:
             log.inform(
                 f"terms are added to the sum over {count} samples; an OptimizationProblem adds them to the mean, and "
                 f"has the same minimum with weights {count} times smaller"
@@ -162,19 +160,19 @@ class ElasticMinimization:
         progress, unknowns, reason = minimizer.progress, self._unknowns, found.stop_reason
         gradient, at_reference = self.gather(minimizer.gradient), minimizer.at_reference
         unknowns.show()
-        _, failure = max(self._mesh.world.allgather_object(self._failure), key=lambda each: each[0])
+        _, failure = max(self.mesh.world.allgather_object(self._failure), key=lambda each: each[0])
         hint = failure or unknowns.gradient_hint(reason)
         about = method, progress, hint, at_reference, minimizer.duality_gap
-        result = result_of(unknowns.shown_to_user(), gradient, reason, *about)
+        result = result_of(unknowns.point(), gradient, reason, *about)
         result["jac"] = unknowns.like_x0(gradient)
         if self._has_inverse:
             from mpishard.inverse.inverse_hessian import InverseHessian
             from mpishard.minimizers.inverses import inverse_at_end
 
-            x = unknowns.copy_of(unknowns.shown) if minimizer.method.needs_products else None
+            x = unknowns.copy_of(unknowns.given) if minimizer.method.needs_products else None
             inverse = inverse_at_end(minimizer, lambda direction: self._product_after_end(x, direction))
-            result["hess_inv"] = InverseHessian(inverse, unknowns, self.own, self.gather, self._mesh)
-        if self._mesh.rank == 0:
+            result["hess_inv"] = InverseHessian(inverse, unknowns, self.own, self.gather, self.mesh)
+        if self.mesh.rank == 0:
             self._table.end(result.message)
         return MinimizationOutcome(result, progress, reason, self)
 
@@ -209,13 +207,13 @@ class ElasticMinimization:
         which = () if self._samples is None else (samples,)
 
         def call() -> tuple[float, Array]:
-            value, given = function(self._unknowns.shown_to_user(), *which)
+            value, given = function(self._unknowns.point(), *which)
             return value, self._unknowns.vector(what, given)
 
         attempt = self._attempts(call)
         failed = begun and isinstance(attempt.problem, EvaluationFailed)
         if failed and minimizer is not None:
-            rank = self._mesh.rank if self._mesh.size > 1 else None
+            rank = self.mesh.rank if self.mesh.size > 1 else None
             words = failure_in_words(minimizer, str(attempt.problem), rank)
             self._failure = minimizer.progress.evaluations, words
         value, vector = (math.nan, None) if attempt.problem is not None else attempt.found
@@ -239,7 +237,7 @@ class ElasticMinimization:
         compute the whole function only some count. All are compared each time, since ranks may have joined at different
         times.
         """
-        together, sharers, whole = self._together, self._mesh.tensor.size, self._samples is None
+        together, sharers, whole = self._together, self.mesh.tensor.size, self._samples is None
         if together.size == 1:
             if problem is not None:
                 raise problem
@@ -250,10 +248,10 @@ class ElasticMinimization:
             return math.inf, True
         if self._sums:
             return sum_of_values(values), False
-        check_identical("values", values, _HOW_TO_SUM if whole else "say reduction='sum'")
+        check_identical("values", values, _HOW_TO_DIVIDE if whole else HOW_TO_SUM)
         if whole:
             of_groups = [digest(parts) for parts in np.ascontiguousarray(facts[:, 0]).reshape(-1, sharers)]
-            check_identical(f"values of {what}", np.repeat(of_groups, sharers), _HOW_TO_SUM)
+            check_identical(f"values of {what}", np.repeat(of_groups, sharers), _HOW_TO_DIVIDE)
         return value, False
 
     def _product_after_end(self, x: Any, direction: Array) -> Array:
@@ -262,7 +260,7 @@ class ElasticMinimization:
         Samples go to the groups in parts that do not depend on the number of groups, and products are added in the
         order of the parts.
         """
-        unknowns, data, count = self._unknowns, self._mesh.data, self._samples
+        unknowns, data, count = self._unknowns, self.mesh.data, self._samples
         along = unknowns.like_x0(self.gather(direction).copy())
         parts: list[tuple[np.ndarray, ...]] = [()]  # as arguments; all ranks compute a whole function
         if count is not None:
@@ -270,7 +268,7 @@ class ElasticMinimization:
         total = arrays.zeros(unknowns.given_size, unknowns.flat.dtype, like=unknowns.flat)
         for number, part in enumerate(parts):
             vector = arrays.zeros(total.size, total.dtype, like=total)
-            with raised_on_all(self._mesh.world):
+            with raised_on_all(self.mesh.world):
                 if not part or number % data.size == data.rank:
 
                     def call(part: tuple[np.ndarray, ...] = part) -> Array:
@@ -284,37 +282,13 @@ class ElasticMinimization:
             total += data.broadcast(vector, number % data.size, label="product")
         return self.own(total)
 
-    # -- the vectors -------------------------------------------------------------------------------------------------
-
-    @property
-    def world(self) -> Axis:
-        return self._mesh.world
-
-    @property
-    def minimizer(self) -> Minimizer:
-        return self._state.minimization
-
-    def gather(self, vector: Array) -> Array:
-        """A vector of the minimisation as a new flat array, in the order that the user sees.  Collective."""
-        return self._unknowns.as_given(self._state.whole(vector))
-
-    def own(self, given: Array) -> Array:
-        """The reverse of `gather`, a copy."""
-        return self._state.own_part(self._unknowns.arranged(given)).copy()
-
-    @property
-    def _state(self) -> MinimizationState:
-        state = self._elastic.optimizer.state
-        assert isinstance(state, MinimizationState)
-        return state
-
     # -- after an evaluation ------------------------------------------------------------------------------------------
 
     def _after_evaluation(self, state: TrainingState[Any]) -> bool:
         """The callback of the run: returns True to stop. Collective over the workers."""
         progress = self.minimizer.progress
         is_row = progress.accepted or progress.evaluations == 1
-        if is_row and progress.evaluations > self._evaluations and self._mesh.rank == 0:
+        if is_row and progress.evaluations > self._evaluations and self.mesh.rank == 0:
             self._table.row(progress)
         self._evaluations = progress.evaluations
         if self._of_stage is not None:
@@ -356,28 +330,28 @@ class ElasticOuterLoop(Stages):
         self._corrections, self._function = corrections, corrections.function
         self._world, self._retries = mesh.world, loop.retries
         self._optimality = math.nan  # at the end of the last minimisation
-        inner = Functions(self._function.value_and_gradient, True, self._function.product, ())
+        functions = Functions(self._function.value_and_gradient, True, self._function.product, ())
         unknowns = self._function.unknowns
-        self._run = ElasticMinimization(inner, unknowns, method, mesh, None, None, options, callback, loop)
+        self._inner = ElasticMinimization(functions, unknowns, method, mesh, None, None, options, callback, loop)
 
     def run(
         self, multipliers: Any, penalty: float | None, checkpoints: Any, resume: bool, record: Any
     ) -> OptimizeResult:
         """Minimise until the method has converged, or something else ends it."""
-        run, corrections, function, world = self._run, self._corrections, self._function, self._world
-        run.continue_by(self, lambda: corrections.intermediate(corrections.course))
+        inner, corrections, function, world = self._inner, self._corrections, self._function, self._world
+        inner.continue_by(self, lambda: corrections.intermediate(corrections.course))
         with raised_on_all(world):
-            function.begin(lambda: run.minimizer.progress, world, multipliers, penalty, self._retries)
+            function.begin(lambda: inner.minimizer.progress, world, multipliers, penalty, self._retries)
         corrections.course = replace(corrections.course, penalty=function.penalty)
-        ended = run.run(checkpoints, resume, record)
-        minimizer, optimality = run.minimizer, self._optimality
+        ended = inner.minimize(checkpoints, resume, record)
+        minimizer, optimality = inner.minimizer, self._optimality
         progress, message = minimizer.progress, ended.result.message
         if progress.evaluations:
             verdict, optimality = corrections.verdict(progress, ended.reason, message), progress.projected_norm
         else:  # it was stopped between two minimisations
             function.measure(again=True)
             verdict = Verdict(corrections.course, ended.reason, message)
-        gradient = function.unknowns.like_x0(run.gather(minimizer.gradient))
+        gradient = function.unknowns.like_x0(inner.gather(minimizer.gradient))
         return corrections.result(verdict, optimality, minimizer.added_at(minimizer.best), gradient, ended.result)
 
     def told(self, minimizer: Minimizer) -> None:
@@ -414,7 +388,7 @@ class ElasticOuterLoop(Stages):
             )
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        corrections, minimizer, numbers = self._corrections, self._run.minimizer, facts[_NUMBERS_AT_BEST]
+        corrections, minimizer, numbers = self._corrections, self._inner.minimizer, facts[_NUMBERS_AT_BEST]
         corrections.course = course = Course(**facts[MULTIPLIERS])
         self._optimality = float(numbers["optimality"])
         minimizer.method = replace(minimizer.method, gtol=corrections.tolerance)

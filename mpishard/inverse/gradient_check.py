@@ -71,12 +71,12 @@ def _part_of_function(functions: Functions, x: Any, mesh: Mesh | None, summed: b
 
     def call() -> tuple[Any, Any]:
         unknowns.show()
-        value, gradient = functions.value_and_gradient(unknowns.shown_to_user())
+        value, gradient = functions.value_and_gradient(unknowns.point())
         return value, unknowns.vector("the gradient", gradient)
 
     def product(direction: Array) -> Any:
         unknowns.show()
-        found = functions.product(unknowns.shown_to_user(), unknowns.like_x0(unknowns.as_given(direction)))
+        found = functions.product(unknowns.point(), unknowns.like_x0(unknowns.as_given(direction)))
         return unknowns.vector("the Hessian product", found)
 
     axis = world_of(mesh)

@@ -80,7 +80,7 @@ class L1(NonsmoothTerm):
         """
         unknowns = Unknowns(x, may_be_empty=True)
         weights, reference = _elements([self], unknowns)
-        distances = abs(arrays.to_host(unknowns.shown) - (0.0 if reference is None else reference))
+        distances = abs(arrays.to_host(unknowns.given) - (0.0 if reference is None else reference))
         return float((weights * distances).sum())
 
     @classmethod

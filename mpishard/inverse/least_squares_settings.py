@@ -55,7 +55,7 @@ class LeastSquaresSettings:
         size, tree = unknowns.given_size, unknowns.tree
         if tree is not None and tree.complex_leaf is not None:
             raise ValueError("x0 is complex, and least_squares takes real numbers; give real and imaginary parts apart")
-        start = np.array(unknowns.shown, np.float64)
+        start = np.array(unknowns.given, np.float64)
         if method not in _METHODS:
             raise ValueError(f"method={shown(method)} must be 'trf' or 'lm'; there is no other")
         lower, upper = np.full(size, -np.inf), np.full(size, np.inf)

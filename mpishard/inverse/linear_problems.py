@@ -338,7 +338,7 @@ def _solved(
         same |= {**vars(limits), "calc_var": calc_var, "x0 is given": x0 is not None}
         same |= files_given(mesh, checkpoints, resume, record)
     world = world_of(mesh)
-    start = None if x0 is None else np.array(unknowns.shown, np.float64)
+    start = None if x0 is None else np.array(unknowns.given, np.float64)
     if start is not None and mesh is not None and not unknowns.has_fields:
         from mpishard.inverse.mesh_run import broadcast_start
 

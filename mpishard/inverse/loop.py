@@ -30,11 +30,11 @@ def files_of(
     outer: Corrections | None = None,
 ) -> RunFiles | None:
     """The files of a minimisation on a mesh, from which it has resumed; None without a mesh. Collective."""
-    if isinstance(optimizer.run, OneProcess):
+    if isinstance(optimizer.ranks, OneProcess):
         return None
     from mpishard.inverse.run_files import RunFiles
 
-    return RunFiles(optimizer.run, checkpoints, resume, record, outer)
+    return RunFiles(optimizer.ranks, checkpoints, resume, record, outer)
 
 
 def run_loop(
@@ -70,8 +70,8 @@ def evaluate_until_end(
 
     Collective over its mesh. `differences` give gradients in place of the functions.  The caller ends the files.
     """
-    ranks = optimizer.run
-    table = Table(shown=on_any(ranks.world, loop.disp) and ranks.world.rank == 0)
+    ranks = optimizer.ranks
+    table = Table(shows=on_any(ranks.world, loop.disp) and ranks.world.rank == 0)
     watch = Watch(ranks.world, callback, loop.maxtime)
     iterates: list[Any] = []
     attempts = Attempts(ranks.together, loop.retries)
@@ -82,7 +82,7 @@ def evaluate_until_end(
         return _outcome(functions, attempts, request)
 
     def intermediate() -> OptimizeResult:
-        progress, x = optimizer.progress, unknowns.shown_to_user()  # the point is still that of the last request
+        progress, x = optimizer.progress, unknowns.point()  # the point is still that of the last request
         return OptimizeResult(x=x, fun=progress.value, nit=progress.iterations, nfev=progress.evaluations)
 
     with ranks.watching():
@@ -95,7 +95,7 @@ def evaluate_until_end(
             if progress.accepted or (request.direction is None and progress.evaluations == 1):
                 table.row(progress)
                 if loop.return_all:  # the unknowns still are the point of the last request
-                    iterates.append(unknowns.copy_of(unknowns.shown))
+                    iterates.append(unknowns.copy_of(unknowns.given))
             reason = watch.reason_to_stop(intermediate) if progress.accepted else ""
             reason = reason or ("signal" if ranks.interrupted else "")
             if reason and not optimizer.has_ended:
@@ -121,7 +121,7 @@ def _inverse_hessian(
 
     mesh = None if isinstance(ranks, OneProcess) else ranks.mesh
     minimizer, gather, combined = ranks.minimizer, ranks.gather, ranks.combined_product
-    x = unknowns.copy_of(unknowns.shown) if minimizer.method.needs_products else None
+    x = unknowns.copy_of(unknowns.given) if minimizer.method.needs_products else None
 
     def product(direction: Array) -> Array:
         along = unknowns.like_x0(gather(direction).copy())

@@ -19,6 +19,7 @@ from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
+from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
 from mpishard.inverse.functions import EvaluationFailed, digits_of, failure_in_words, on_any, sum_of_values
 from mpishard.inverse.unknowns import Unknowns
@@ -30,7 +31,7 @@ from mpishard.minimizers.method import Method, Minimizer, Wanted
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any
-_HOW_TO_SUM = "say reduction='sum'"
+HOW_TO_SUM = "say reduction='sum'"
 
 
 def parameters_of(unknowns: Unknowns) -> FlatParameters:
@@ -45,7 +46,29 @@ def broadcast_start(mesh: Mesh, start: np.ndarray) -> None:
     mesh.world.broadcast(start, label="x0")
 
 
-class MeshRanks:
+class MinimizingRanks:
+    """The ranks of a mesh, each with its part of the vectors of a method. Collective, but for `minimizer`."""
+
+    def __init__(self, unknowns: Unknowns, mesh: Mesh, optimizer: ShardedOptimizer) -> None:
+        state = optimizer.state
+        assert isinstance(state, MinimizationState)
+        self.mesh, self.world = mesh, mesh.world
+        self._unknowns, self._state = unknowns, state
+
+    @property
+    def minimizer(self) -> Minimizer:
+        return self._state.minimization
+
+    def gather(self, vector: Array) -> Array:
+        """A vector of the minimizer as a new flat array, in the order that the user sees."""
+        return self._unknowns.as_given(self._state.whole(vector))
+
+    def own(self, given: Array) -> Array:
+        """The reverse of `gather`, a copy."""
+        return self._state.own_part(self._unknowns.arranged(given)).copy()
+
+
+class MeshRanks(MinimizingRanks):
     """The ranks of a mesh that minimise together. Collective over the mesh, its creation too.
 
     The point is on every rank, and all take the start of rank 0; the vectors of the method are divided over the data
@@ -55,15 +78,14 @@ class MeshRanks:
     """
 
     def __init__(self, method: Method, unknowns: Unknowns, mesh: Mesh, reduction: str | None) -> None:
-        self.mesh, self.world = mesh, mesh.world
+        self.optimizer = ZeRO1Optimizer(method, mesh)
+        super().__init__(unknowns, mesh, self.optimizer)
         self.value = math.nan  # of the last evaluation
         self.interrupted = False  # Ctrl-C came on any rank before the last evaluation, inside of `watching`
         # The ranks whose value or gradient is not finite, if that has ended it and ranks differ; or the last failure.
         self.culprits = ""
-        self._unknowns = unknowns
         self._interrupts = Interrupts(speaks=mesh.rank == 0)
         self._sums = reduction == "sum"
-        self.optimizer = ZeRO1Optimizer(method, mesh)
         with raised_on_all(mesh.world):
             parameters = parameters_of(unknowns)
             if reduction not in (None, "sum"):
@@ -78,18 +100,12 @@ class MeshRanks:
         start = f"{parameters.description} ({parameters.fingerprint:x})"
         self.optimizer.settings.agree({"x0": start, "reduction": str(reduction)})
         warn_if_initial_parameters_differ(mesh, parameters)
-        self._strategy, state = self.optimizer.bind(parameters), self.optimizer.state
-        assert isinstance(state, MinimizationState)
-        self._state = state
+        self._strategy = self.optimizer.bind(parameters)
         self._comparison = Comparison(mesh, parameters, self._sums)
         # The ranks of which a function may be collective: of parts of a sum those that share a field, else all.
         self.together: Axis | ModelParallelGroup = self.world
         if self._sums:
             self.together = ModelParallelGroup(mesh.tensor, mesh.pipeline, mesh.rank)
-
-    @property
-    def minimizer(self) -> Minimizer:
-        return self._state.minimization
 
     def watching(self) -> AbstractContextManager[Any]:
         """The context in which Ctrl-C ends the loop in order."""
@@ -99,14 +115,6 @@ class MeshRanks:
         """Make a vector of the minimizer the values of the unknowns, on all ranks."""
         self._state.publish(vector)
         self._unknowns.show()
-
-    def gather(self, vector: Array) -> Array:
-        """A vector of the minimizer as a new flat array, in the order that the user sees."""
-        return self._unknowns.as_given(self._state.whole(vector))
-
-    def own(self, given: Array) -> Array:
-        """The reverse of `gather`, a copy."""
-        return self._state.own_part(self._unknowns.arranged(given)).copy()
 
     # -- an evaluation ------------------------------------------------------------------------------------------------
 
@@ -311,7 +319,7 @@ def exchange(
     return np.ascontiguousarray(facts[:, 1]).view(np.float64), facts[:, 2:]
 
 
-def check_identical(what: str, by_rank: np.ndarray, remedy: str = _HOW_TO_SUM) -> None:
+def check_identical(what: str, by_rank: np.ndarray, remedy: str = HOW_TO_SUM) -> None:
     """Raise ValueError, the same on all ranks, if ranks have different results for one point.
 
     `what` names in the plural the values from `exchange`, or hashes of vectors, the same array on all ranks. `remedy`
@@ -321,7 +329,7 @@ def check_identical(what: str, by_rank: np.ndarray, remedy: str = _HOW_TO_SUM) -
         raise _difference_error(what, by_rank, remedy)
 
 
-def _difference_error(what: str, by_rank: np.ndarray, remedy: str = _HOW_TO_SUM) -> ValueError:
+def _difference_error(what: str, by_rank: np.ndarray, remedy: str = HOW_TO_SUM) -> ValueError:
     """The error of ranks that give different results for one point."""
     hashed = by_rank.dtype == np.int64
     values = [f"{each:x}" if hashed else repr(each) for each in by_rank.tolist()]

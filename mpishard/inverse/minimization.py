@@ -358,13 +358,13 @@ def solve(
     if elastic is not None and mesh is not None:
         from mpishard.inverse.elastic_minimization import ElasticMinimization
 
-        run = ElasticMinimization(
+        minimization = ElasticMinimization(
             functions, unknowns, method, mesh, elastic.samples, reduction, elastic.options, callback, loop
         )
-        return run.run(checkpoints, resume, record)
+        return minimization.minimize(checkpoints, resume, record)
     optimizer = ReverseCommunication(method, unknowns, mesh=mesh, reduction=reduction)
     differences = None
     if functions.differences is not None:
         sums = reduction == "sum"
-        differences = FiniteDifferences(functions, unknowns, optimizer.run, mesh, sums, loop.retries)
+        differences = FiniteDifferences(functions, unknowns, optimizer.ranks, mesh, sums, loop.retries)
     return run_loop(optimizer, functions, unknowns, callback, loop, checkpoints, resume, record, differences)

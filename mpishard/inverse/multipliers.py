@@ -218,8 +218,8 @@ def augmented_lagrangian(
     if workers is not None and mesh is not None:
         from mpishard.inverse.elastic_minimization import ElasticOuterLoop
 
-        elastic_run = ElasticOuterLoop(corrections, first, mesh, workers.options, watcher, loop)
-        return elastic_run.run(multipliers, first_penalty, checkpoints, resume, record)
+        elastic_loop = ElasticOuterLoop(corrections, first, mesh, workers.options, watcher, loop)
+        return elastic_loop.run(multipliers, first_penalty, checkpoints, resume, record)
     optimizer = ReverseCommunication(first, unknowns, mesh=mesh, reduction=reduction)
     outer = _OuterLoop(corrections, optimizer, loop)
     outer.begin(files_of(optimizer, checkpoints, resume, record, corrections), multipliers, first_penalty)
@@ -238,7 +238,7 @@ class _OuterLoop:
         corrections, optimizer, self._files = self._corrections, self._optimizer, files
         function = corrections.function
         optimizer.gather_result()  # which shows it
-        together = optimizer.run.together
+        together = optimizer.ranks.together
         function.begin(lambda: optimizer.progress, together, multipliers, penalty, self._loop.retries)
         corrections.course = replace(corrections.course, penalty=function.penalty)
         if files is not None and files.resumed:
@@ -266,6 +266,6 @@ class _OuterLoop:
         if self._files is not None:
             self._files.end(verdict.reason)
             optimizer.gather_result()  # the last checkpoint has the next point
-        minimizer = optimizer.run.minimizer
+        minimizer = optimizer.ranks.minimizer
         added, gradient = minimizer.added_at(minimizer.best), ended.result["jac"]
         return corrections.result(verdict, ended.progress.projected_norm, added, gradient, ended.result)

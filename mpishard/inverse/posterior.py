@@ -107,7 +107,7 @@ class LaplacePosterior:
         ValueError
             If the prior does not know its own, or knows one that is not positive and finite.
         """
-        return self._shown(self._variance())
+        return self._like_x0(self._variance())
 
     def standard_deviation(self) -> Any:
         """The standard deviation of each unknown.  Collective.
@@ -123,7 +123,7 @@ class LaplacePosterior:
             As `variance`.
         """
         found = self._variance()
-        return self._shown(arrays.module_of(found).sqrt(found))
+        return self._like_x0(arrays.module_of(found).sqrt(found))
 
     def samples(self, n: int, seed: int = 0) -> list[Any]:
         """Draw samples of the posterior.  Collective.
@@ -156,7 +156,7 @@ class LaplacePosterior:
         for number in range(n):
             sample = factor(self._space.white_noise(seed, f"sample {number}"))
             along = self._products(self._operator("apply")(sample), 1.0)
-            found.append(self._shown(self._minimizer.point + self._sum(shrinks * along, sample)))
+            found.append(self._like_x0(self._minimizer.point + self._sum(shrinks * along, sample)))
         return found
 
     @property
@@ -237,7 +237,7 @@ class LaplacePosterior:
             flat = self._unknowns.vector(what, given)
         return self._ranks.own(flat)
 
-    def _shown(self, vector: Array) -> Any:
+    def _like_x0(self, vector: Array) -> Any:
         """This rank's elements of a vector as the user gets it."""
         return self._unknowns.like_x0(self._ranks.gather(vector).copy())
 
@@ -254,7 +254,7 @@ class LaplacePosterior:
         own = self._own("the vector", vector)
         prior = self._operator("solve")(own)
         (square,) = self._space.measured_dots((own, prior))
-        return self._shown(self._sum(-self._shares * self._products(own, math.sqrt(max(square, 0.0))), prior))
+        return self._like_x0(self._sum(-self._shares * self._products(own, math.sqrt(max(square, 0.0))), prior))
 
     def _products(self, vector: Array, size: float) -> np.ndarray:
         """The dot products of the eigenvectors with another vector, `size` as of `Space.row_dots`."""

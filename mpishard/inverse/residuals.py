@@ -163,7 +163,7 @@ class ResidualFunctions:
         """The residuals as a float64 array of one dimension, as many in each call unless there are samples."""
         if self._at_start is not None and self._at_start[0] == _flat(x).tobytes():
             return self._at_start[1]
-        found = _numbers("fun", self._fun(self._shown(x), *samples, *self._args, **self._kwargs))
+        found = _numbers("fun", self._fun(self._like_x0(x), *samples, *self._args, **self._kwargs))
         if found.ndim > 1:
             raise ValueError(f"fun must return the {self._of} in one dimension, but their shape is {found.shape}")
         if found.dtype.kind == "f":
@@ -185,7 +185,7 @@ class ResidualFunctions:
                 return found
         if not callable(self._jac):
             return self._differences(x, f, *samples)
-        found = self._jac(self._shown(x), *samples, *self._args, **self._kwargs)
+        found = self._jac(self._like_x0(x), *samples, *self._args, **self._kwargs)
         if self._unknowns.tree is not None and is_tree(found):
             found = self._unknowns.tree.columns("jac", found, len(f))
         size = int(_flat(x).size)
@@ -203,7 +203,7 @@ class ResidualFunctions:
             )
         return found
 
-    def _shown(self, x: Any) -> Any:
+    def _like_x0(self, x: Any) -> Any:
         """A copy of a point as the user's functions get it; parameters with names stay what they are."""
         return x if has_names(x) else self._unknowns.like_x0(x.copy())
 

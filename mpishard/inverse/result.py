@@ -476,15 +476,15 @@ _HEAD = f"{'iteration':>9} {'value':>17} {'|g|':>9} {'|proj g|':>9} {'step':>9} 
 
 
 class Table:
-    """Writes a line for the start and for each iteration, with its header before the first one, where it is `shown`."""
+    """Writes a line for the start and for each iteration, with its header before the first one, where it `shows`."""
 
-    def __init__(self, shown: bool) -> None:
-        self._shown = shown
+    def __init__(self, shows: bool) -> None:
+        self._shows = shows
         self._has_head = False
         self._began = time.perf_counter()
 
     def row(self, progress: Progress) -> None:
-        if not self._shown:
+        if not self._shows:
             return
         if not self._has_head:
             print(_HEAD)
@@ -497,5 +497,5 @@ class Table:
         )
 
     def end(self, message: str) -> None:
-        if self._shown:
+        if self._shows:
             print(message, flush=True)

@@ -152,9 +152,9 @@ class ReverseCommunication:
             self._is_published = True
         self._is_asked = True
         if minimizer.wanted is Wanted.GRADIENT:
-            return EvaluationRequest(unknowns.shown_to_user())
+            return EvaluationRequest(unknowns.point())
         direction = ranks.gather(minimizer.direction).copy()
-        return EvaluationRequest(unknowns.shown_to_user(), unknowns.like_x0(direction))
+        return EvaluationRequest(unknowns.point(), unknowns.like_x0(direction))
 
     def tell(self, value: Any, gradient: Any) -> None:
         """Give the value and the gradient at the point that was asked for.
@@ -260,7 +260,7 @@ class ReverseCommunication:
         return self._ranks.minimizer.progress
 
     @property
-    def run(self) -> OneProcess | MeshRanks:
+    def ranks(self) -> OneProcess | MeshRanks:
         """The ranks that take part, and their parts of the vectors."""
         return self._ranks
 
@@ -298,7 +298,7 @@ class ReverseCommunication:
         else:
             ranks.publish(self._best)
             self._is_published = False
-            x = unknowns.shown_to_user()
+            x = unknowns.point()
         gradient, at_reference = ranks.gather(minimizer.gradient).copy(), minimizer.at_reference
         hint = ranks.culprits or unknowns.gradient_hint(self.stop_reason)
         about = self._method, minimizer.progress, hint, at_reference, minimizer.duality_gap

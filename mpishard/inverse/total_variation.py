@@ -208,9 +208,6 @@ class _Field(TermOfArray):
         """The sums over the whole grid of arrays with cells of the neighbours.  Collective."""
         return [sum_of_cells(self._ranks, np.ascontiguousarray(each[self._place])) for each in cells]
 
-    def _differences(self, field: np.ndarray) -> np.ndarray:
-        return np.array([forward(field, dim, 1.0) for dim in self._dims]) * self._scale
-
     def _adjoint(self, dual: np.ndarray) -> np.ndarray:
         pairs = zip(dual * self._scale, self._dims, strict=True)
         first, *others = (forward_adjoint(each, dim, 1.0) for each, dim in pairs)
@@ -220,7 +217,7 @@ class _Field(TermOfArray):
 
     def _densities(self, field: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The total variation of each cell, and its differences."""
-        differences = self._differences(field)
+        differences = np.array([forward(field, dim, 1.0) for dim in self._dims]) * self._scale
         return self._bound * np.sqrt((differences * differences).sum(0)), differences
 
     def value(self, x: np.ndarray) -> float:

@@ -104,7 +104,7 @@ class Unknowns:
             self.specs = (ParameterSpec("x", values.shape),)
             self.flat = arrays.aligned_copy(values.reshape(-1))
         self._shape: tuple[int, ...] = x0.local.shape if is_part(x0) else (self.size,)
-        self.shown: Array = self.flat  # as the user sees them
+        self.given: Array = self.flat  # in the order of the application
         self._copies = _Copies()
         self.given_size = self.size  # the number of elements that the user sees on this rank
         if any(field.rearrangement is not None for field in self._fields):
@@ -160,7 +160,7 @@ class Unknowns:
 
     def show(self) -> None:
         """Let the user see the values of `flat` from now on.  Collective as `arranged`."""
-        self.shown = self.as_given(self.flat)
+        self.given = self.as_given(self.flat)
 
     def take(self, given: Array) -> None:
         """Take these values, a flat vector in the order that the user sees.  Collective as `arranged`."""
@@ -301,9 +301,9 @@ class Unknowns:
                 "that is whole"
             )
 
-    def shown_to_user(self) -> Any:
+    def point(self) -> Any:
         """The point as functions of the user get it: a copy of the array or the tree, or the parameters by name."""
-        return self.like_x0(self._copies.of(self.shown)) if self.parameters is None else self.parameters
+        return self.like_x0(self._copies.of(self.given)) if self.parameters is None else self.parameters
 
     def nonfinite_name(self, vector: Array) -> str:
         """The first of the user's arrays in which a vector has NaN or infinite elements on this rank; empty if none."""

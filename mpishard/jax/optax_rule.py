@@ -121,7 +121,7 @@ _WHOLE_TENSORS = {
 _CHOICES = {"masked", "partition", "multi_transform", "selective_transform"}
 # They only hold others.
 _AROUND = ("chain", "named_chain", "with_extra_args_support", "identity")
-_DEEPEST, _SHOWN = 12, 9  # chains within chains; elements of an array
+_DEEPEST, _MOST_ELEMENTS = 12, 9  # chains within chains; elements of an array
 _PLAIN = (bool, int, float, str, np.generic)
 
 
@@ -139,7 +139,9 @@ def chooser_in(transformation: Any) -> str:
     Raises TypeError if it is no transformation.
     """
     if not (callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))):
-        raise TypeError(f"rule_of needs a transformation such as optax.adamw(1e-3), got {_shown(transformation)}")
+        is_function = inspect.isfunction(transformation)
+        got = f"the function {transformation.__name__}" if is_function else f"a {type(transformation).__name__}"
+        raise TypeError(f"rule_of needs a transformation such as optax.adamw(1e-3), got {got}")
     return next((name for name in _names(transformation) if name in _CHOICES), "")
 
 
@@ -282,7 +284,7 @@ def _described(thing: Any, depth: int) -> str:
     if thing is None or isinstance(thing, _PLAIN):
         return repr(thing.item() if isinstance(thing, np.generic) else thing)
     if isinstance(thing, np.ndarray | jax.Array):
-        return str(np.asarray(thing).tolist()) if thing.size < _SHOWN else f"array of shape {thing.shape}"
+        return str(np.asarray(thing).tolist()) if thing.size < _MOST_ELEMENTS else f"array of shape {thing.shape}"
     if depth > _DEEPEST:
         return "..."
     if isinstance(thing, dict):
@@ -328,10 +330,6 @@ def _options(function: Callable[..., Any]) -> dict[str, Any]:
         except ValueError:  # not set yet
             continue
     return found
-
-
-def _shown(thing: Any) -> str:
-    return f"the function {thing.__name__}" if inspect.isfunction(thing) else f"a {type(thing).__name__}"
 
 
 # Elements in a call of the compiled step.  It is always the same number, so that there is one program for arrays of all

@@ -124,10 +124,10 @@ class LossAndGradient:
             or jnp.shape(value) != ()
             or not jnp.issubdtype(jnp.result_type(value), jnp.floating)
         ):
-            shown = (
+            got = (
                 f"a {type(value).__name__} (has_aux=True has no place here)"
                 if isinstance(value, tuple | list | dict)
                 else f"{jnp.result_type(value)} of shape {jnp.shape(value)}"
             )
-            raise TypeError(f"the value of value_and_grad must be the summed loss, one real number, got {shown}")
+            raise TypeError(f"the value of value_and_grad must be the summed loss, one real number, got {got}")
         return value, self._state.leaves_of(gradients)

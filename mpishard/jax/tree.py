@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpishard.arguments import listed
+from mpishard.arguments import listed, mark
 from mpishard.backend import array as arrays
 from mpishard.backend.array import joined, ready
 from mpishard.backend.kinds import backend_of
@@ -126,9 +125,8 @@ class TreeLeaves:
     def described(self) -> dict[str, str]:
         """The properties that must be the same on all ranks, as text by name."""
         each = [f"{name} {leaf.shape} {leaf.dtype}" for name, leaf in self.named.items()]
-        mark = hashlib.blake2b("\n".join(each).encode(), digest_size=4).hexdigest()
-        size = sum(leaf.size for leaf in self.named.values())
-        return {"parameters": f"{len(each)} arrays of {size} elements [{mark}]"}
+        text, size = "\n".join(each), sum(leaf.size for leaf in self.named.values())
+        return {"parameters": f"{len(each)} arrays of {size} elements [{mark(text)}]"}
 
 
 def name_of(path: Any) -> str:

@@ -142,7 +142,8 @@ class FolderLease:
         self._beats.join()
         atexit.unregister(self._end)
         with contextlib.suppress(OSError):
-            if _is_own(self._holder()):
+            holder = self._holder()
+            if holder is not None and holder.is_same_as(Holder.this()):
                 self._path.unlink()
             os.close(self._descriptor)
 
@@ -224,7 +225,3 @@ class FolderLease:
         while not self._over.wait(_BEAT_S):
             with contextlib.suppress(OSError):
                 os.utime(self._descriptor)
-
-
-def _is_own(found: Holder | None) -> bool:
-    return found is not None and found.is_same_as(Holder.this())

@@ -27,7 +27,7 @@ from mpishard.minimizers.lbfgs import LBFGS, QuasiNewton
 from mpishard.minimizers.method import Elements, Limits
 from mpishard.minimizers.orthants import Orthant
 from mpishard.minimizers.penalty import AtReference, Penalty
-from mpishard.minimizers.proximal import ProximalQuasiNewton
+from mpishard.minimizers.proximal_quasi_newton import ProximalQuasiNewton
 from mpishard.minimizers.space import Space
 
 Array = Any

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.backend.compiled import HostFunction, before_compiling
+from mpishard.backend.jit_function import HostFunction, before_compiling
 from mpishard.compression.kernels import upper_half
 
 

@@ -77,8 +77,8 @@ class Schedule:
         given = {"peak": self.peak, "steps": self.steps, "warmup": self.warmup, "floor": self.floor}
         if self.shape == "warmup":
             given = {"peak": self.peak, "steps": self.warmup}
-        shown = (f"{name}={value!r}" for name, value in given.items() if value or name == "peak")
-        return f"{self.shape}({', '.join(shown)})"
+        arguments = (f"{name}={value!r}" for name, value in given.items() if value or name == "peak")
+        return f"{self.shape}({', '.join(arguments)})"
 
 
 def constant(peak: float, *, warmup: int = 0) -> Schedule:

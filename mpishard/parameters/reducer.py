@@ -173,6 +173,7 @@ class GradientReducer:
         self._reproducible = reproducible
         # Micro-batches are kept apart: those of one pass, one by one in each virtual stage, or else the passes.
         self._apart = self._in_pass = False
+        self._weights_come = False  # in a later pass of this micro-batch, which completes its gradients
         runs = [order.buckets for order in self.progress.orders] if reproducible else ()
         self.memory: BucketMemory = BucketMemory(pieces, buckets, like, on_demand, runs)
 
@@ -256,7 +257,8 @@ class GradientReducer:
 
     def mark_ready(self, name: str) -> None:
         """Mark the gradient of `name` as complete in this pass, so that its bucket may be reduced."""
-        self._reduce(self.progress.mark_ready(name))
+        if not self._weights_come:
+            self._reduce(self.progress.mark_ready(name))
 
     def no_sync(self, before: Callable[[], None] = lambda: None) -> NoSync:
         """A context, for one ``with`` statement, for a backward pass that is not the last one of the step.
@@ -328,7 +330,7 @@ class GradientReducer:
         self._wait_all()
         self.progress.reset()
         self.memory.forget()
-        self._apart = self._in_pass = False
+        self._apart = self._in_pass = self._weights_come = False
         self.accumulation.forget()
         self._sums.reset()
         self.forget_looks()
@@ -358,12 +360,14 @@ class GradientReducer:
         return self.memory.push_external(flat)
 
     def begin_input_gradient(self, virtual_stage: int) -> None:
-        """Begin a micro-batch's input gradient, whose weight gradient comes later."""
+        """Begin a micro-batch's input gradient, whose weight gradient comes later, and completes all."""
+        self._weights_come = True
         if self._in_pass:
             self.memory.early.begin(virtual_stage)
 
     def end_input_gradient(self) -> None:
         """End a micro-batch's input gradient; not collective."""
+        self._weights_come = False
         self.memory.early.end()
 
     # -- inside -------------------------------------------------------------------------------------------------------

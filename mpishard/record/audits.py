@@ -12,6 +12,7 @@ from mpishard.record.reading import is_number
 
 # What has come of a finding, and texts for it.
 PUT_OUT, MENDED, STOPPED = "put out", "mended", "stopped"
+SUMS = "sums"  # the field `kind` of sums over ranks
 _OUTCOMES = {
     PUT_OUT: "it works no more",
     MENDED: "it took those of the others",
@@ -30,7 +31,7 @@ def promise(audit: Mapping[str, Any]) -> str:
             f"{mean:.3g} steps on average, {most:.6g} at the latest"
         )
     if share == 1:
-        return "all micro-batches are computed twice; what a worker computes wrongly is seen before it is used"
+        return "all micro-batches and sums are computed twice; what a worker computes wrongly is seen before it is used"
     return (
         f"{100 * share:.3g} % of the micro-batches are computed twice; a worker that is always wrong is seen in step "
         f"{mean:.3g} on average, {most:.6g} at the latest"
@@ -62,8 +63,11 @@ def described(finding: Mapping[str, Any]) -> str:
     """A line of ``audits.jsonl`` in words."""
     processes = finding["wrong"] or finding["differ"]
     who = " and ".join(f"rank {each['rank']} on {each['host']} (pid {each['pid']})" for each in processes)
+    wrongly = "wrongly" if finding["wrong"] else "differently"
     if "micro_batch" in finding:
-        what = f"computed micro-batch {finding['micro_batch']} {'wrongly' if finding['wrong'] else 'differently'}"
+        what = f"computed micro-batch {finding['micro_batch']} {wrongly}"
+    elif finding["kind"] == SUMS:
+        what = f"added up gradients {wrongly}"
     else:
         what = f"held {'wrong' if finding['wrong'] else 'different'} {finding['kind']}"
     what += "" if finding["wrong"] else ", and no majority says which is right"

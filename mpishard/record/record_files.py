@@ -113,18 +113,18 @@ def surroundings(mesh: Mesh) -> dict[str, Any]:
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
     """A command line, where the values of options such as ``--api-key VALUE`` and ``--token=VALUE`` are masked."""
-    shown: list[str] = []
+    masked: list[str] = []
     secret = False  # the option before has a secret name, and no value yet
     for argument in arguments:
         pair = _WITH_VALUE.fullmatch(argument)
         name = pair[1] if pair else argument
         named = bool(_SECRET.search(name))
         if secret and not argument.startswith("--"):
-            shown.append(_MASK)
+            masked.append(_MASK)
         else:
-            shown.append(f"{name}={_MASK}" if pair and named else argument)
+            masked.append(f"{name}={_MASK}" if pair and named else argument)
         secret = named and not pair and argument.startswith("-")
-    return shown
+    return masked
 
 
 def plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ over the step's micro-batches (`mpishard.reduction.tree_sum`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from mpishard.backend import array as arrays
@@ -54,6 +54,8 @@ class OrderedSums:
 
     def __init__(self, axis: Axis, like: Array) -> None:
         self.nbytes: int = 0  # of memory held for received parts
+        # Called with what `start` sends, before it does; what it returns is called with this rank's part of the sum.
+        self.look: Callable[[Bucket, Sequence[Array], Sequence[int]], Callable[[Array], None]] | None = None
         self._axis = axis
         self._like = like
         self._free: list[Array] = []
@@ -87,6 +89,7 @@ class OrderedSums:
                 "mpishard.parameters.flat.Model), or use DDP or ZeRO-1"
             )
         self._exchanges[bucket.index] = number + 1
+        tell = None if self.look is None else self.look(bucket, partial, pieces)
         rows, sums = _plan(self.assignment, number, axis.rank)
         mine, count = rows[axis.rank], pieces[axis.rank]
         packed = self._pack(partial, pieces) if mine > 1 else None
@@ -109,6 +112,8 @@ class OrderedSums:
             for each in sums:
                 self._add(bucket.index, each, own, received, target)
             self._free.extend(blocks)
+            if tell is not None:
+                tell(target)
             return target
 
         return ChainedRequest(pending, finish)

@@ -4,15 +4,17 @@ Input: a module, and a rule or an optimizer of PyTorch.
 Output: the same module, whose parameters are views into one flat array, and an optimizer of PyTorch for the user's
 loop.
 
-Read ``distributed`` and ``module_optimizer`` first, then ``module``, and ``gradient_hooks``, which take gradients;
-``torch_rule`` with ``live_groups`` and ``torch_steps``, for optimizers and schedulers of PyTorch; ``own_steps`` for the
-steps that these take themselves; ``sharded_module``, for modules whose parameters are divided; ``plans``,
-``cut_module`` and ``tensor_ops``, for those whose layers are cut over tensor ranks, and ``sequences``, for those whose
-sequences are; ``stages``, ``staged_module``, ``stage_passes`` and ``micro_batches``, for pipelines; ``problem`` for
+Read ``distributed`` and ``module_optimizer`` first, then ``module``, and ``gradient_hooks`` and ``loop_hooks``, which
+take gradients; ``torch_rule`` with ``live_groups`` and ``torch_steps``, for optimizers and schedulers of PyTorch;
+``own_steps`` for the steps that these take themselves; ``sharded_module``, for modules whose parameters are divided;
+``tensor_parallel_module``, for those on tensor ranks, with ``plans``, ``cut_module``, ``tensor_ops`` and
+``divided_logits`` where layers are cut, ``sequences`` where sequences are, and ``expert_module`` with ``experts`` where
+experts are; ``stages``, ``staged_module``, ``stage_passes`` and ``micro_batches``, for pipelines; ``problem`` for
 `optimize`; the rest by name.
 
 `convert_sync_batchnorm` lets batch norms see the samples of all ranks; `join` is for uneven numbers of batches;
-`summon_full_parameters` shows the parameters of a module whose ranks have shares of them.
+`summon_full_parameters` shows the parameters of a module whose ranks have shares of them; `cross_entropy` is the loss
+of logits that tensor ranks have divided.
 
 PyTorch is imported with the first of these names.
 """
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpishard.torch.batch_norm import convert_sync_batchnorm
-    from mpishard.torch.distributed import as_distributed, summon_full_parameters
+    from mpishard.torch.distributed import as_distributed, cross_entropy, summon_full_parameters
     from mpishard.torch.module_optimizer import ModuleOptimizer
     from mpishard.torch.problem import problem
     from mpishard.torch.torch_rule import rule_of
@@ -32,6 +34,7 @@ __all__ = [
     "ModuleOptimizer",
     "as_distributed",
     "convert_sync_batchnorm",
+    "cross_entropy",
     "join",
     "problem",
     "rule_of",
@@ -42,6 +45,7 @@ _MODULE_OF = {
     "ModuleOptimizer": "module_optimizer",
     "as_distributed": "distributed",
     "convert_sync_batchnorm": "batch_norm",
+    "cross_entropy": "distributed",
     "join": "uneven_batches",
     "problem": "problem",
     "rule_of": "torch_rule",

@@ -1,4 +1,4 @@
-"""`as_distributed` for PyTorch modules, and `summon_full_parameters`."""
+"""`as_distributed` for PyTorch modules, `summon_full_parameters`, and `cross_entropy`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mpishard.arguments import flag
+from mpishard.arguments import flag, kind_of
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import opening
 from mpishard.comm.mesh import Mesh
@@ -20,23 +20,22 @@ from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.torch.batch_norm import has_norms_over_ranks
 from mpishard.torch.buffers import check_mode
 from mpishard.torch.cut_module import CutModule
+from mpishard.torch.expert_module import ExpertModule
 from mpishard.torch.layer_filler import LayerFiller
 from mpishard.torch.live_groups import LiveGroups, RuleGroups, groups_of
 from mpishard.torch.memory import array_module
 from mpishard.torch.micro_batches import ModulePasses, PipelinedPasses, PipelineSettings
-from mpishard.torch.module import (
-    ModuleTensors,
-    UnitSharding,
-    check_other_trainers,
-    check_unchanged,
-    known_state,
-    state_of,
-)
+from mpishard.torch.module import UnitSharding, check_other_trainers, check_unchanged, known_state, state_of
 from mpishard.torch.module_optimizer import ModuleOptimizer
+from mpishard.torch.module_tensors import ModuleTensors
+from mpishard.torch.plans import EXPERTS
 from mpishard.torch.sequences import PLAN, SequenceModule
 from mpishard.torch.staged_module import StagedModule
 from mpishard.torch.stages import layers_of
+from mpishard.torch.tensor_ops import HALF
+from mpishard.torch.tensor_parallel_module import TensorParallelModule
 from mpishard.torch.torch_rule import rule_of_optimizer
+from mpishard.torch.units import ModuleHook
 
 
 def as_distributed(
@@ -109,19 +108,22 @@ def as_distributed(
         have memory, and fills them in place, as ``lambda layer: layer.reset_parameters()``.  The values of rank 0 are
         taken, and of one layer a rank has all parameters meanwhile.  After an error in it, the module is in no usable
         state.
-    plan : mapping of str to str, tuple or ParallelStyle, or "sequence", optional
+    plan : mapping of str to str, tuple or ParallelStyle, "sequence" or "experts", optional
         Which layers the tensor ranks of the mesh divide: the style of each by its name, in which ``*`` is any part, as
         ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``.  Styles are the names of transformers "colwise",
         "colwise_gather_output" or "colwise_rep", "rowwise", "rowwise_split_input" or "rowwise_rep", "packed_colwise" or
         ``("packed_colwise", 3)``, "packed_rowwise", "embedding_rowwise", "embedding_colwise", "moe_tp_experts",
-        "replicate" and "replicated_with_grad_allreduce", or a ``ColwiseParallel`` or ``RowwiseParallel`` of PyTorch.
+        "ep_dispatch_experts", "replicate" and "replicated_with_grad_allreduce", or a ``ColwiseParallel`` or
+        ``RowwiseParallel`` of PyTorch.
         Layers that it does not name are whole on each tensor rank.  Default: the plan of the module itself,
         ``module.tp_plan``, as models of transformers have it.  Then all tensor ranks of a data rank call the module
         with the same samples, ``p.grad`` cannot be used, and the module is whole only within `summon_full_parameters`
-        and after `ModuleOptimizer.close`.  Shoeybi et al., "Megatron-LM" (2019), section 3.  With "sequence" tensor
+        and after `ModuleOptimizer.close`; the loss of ``labels`` of a model of transformers in training mode leaves the
+        logits in parts, see `cross_entropy`.  Shoeybi et al., "Megatron-LM" (2019), section 3.  With "sequence" tensor
         ranks divide the tokens of each sequence in place of the layers, for a decoder of transformers: each has its
         tokens of what the module returns, and the ``loss`` of all labels.  Jacobs et al., "DeepSpeed Ulysses" (2023),
-        section 3.
+        section 3.  With "experts" each tensor rank has samples of its own, as data ranks have, and some of the experts
+        of a mixture of transformers, for the tokens of all.  Lepikhin et al., "GShard" (2020), section 3.
     check_plan : bool
         Whether the first pass of a module that tensor ranks have cut is compared with that of the whole module, and
         raises ValueError on all tensor ranks where they differ.  This takes three passes without gradients, in
@@ -133,8 +135,9 @@ def as_distributed(
         names of submodules and lists in this order.  Default: the plan of the module, ``config.base_model_pp_plan``; or
         for a ``Sequential``, or a module with one ``ModuleList`` around its layers, equally many layers of the list a
         stage.  Then ``p.grad`` cannot be used.
-    schedule : {"1f1b", "gpipe", "interleaved"}
-        The order in which pipeline stages work, see `mpishard.pipeline.schedule`.
+    schedule : {"1f1b", "gpipe", "interleaved", "zb-h1"}
+        The order in which pipeline stages work, see `mpishard.pipeline.schedule`.  With "zb-h1" the products for
+        weights in ``torch.nn.functional.linear`` come after the gradients of inputs, while others wait for these.
     chunks : int
         Stages of a pipeline rank, for the interleaved schedule.
     microbatches : int, optional
@@ -177,22 +180,26 @@ def as_distributed(
         if ranks > 1:
             _check_stages(module, optimizer, zero)
         checks_pass = flag("check_plan", check_plan) and (materialize is None or (zero != 3 and ranks == 1))
-        cuts: CutModule | None
+        given = mesh, tensors.trained, tensors.frozen
+        cut_layers: CutModule | None = None
+        cuts: TensorParallelModule | None
         if isinstance(plan, str) and plan == PLAN:
-            cuts = SequenceModule.of_model(module, mesh, tensors.trained, tensors.frozen, checks_pass=checks_pass)
+            cuts = SequenceModule.of(module, *given, checks_pass=checks_pass)
+        elif isinstance(plan, str) and plan == EXPERTS:
+            cuts = ExpertModule.of_experts(module, *given, checks_pass=checks_pass)
         else:
-            cuts = CutModule.of(module, plan, mesh, tensors.trained, tensors.frozen, checks_pass=checks_pass)
+            cuts = cut_layers = CutModule.of(module, plan, *given, checks_pass=checks_pass)
         staged: StagedModule | None = None
         if ranks > 1:
             layers = layers_of(module, stages, ranks * chunks)
-            staged = StagedModule(module, mesh, layers, tensors.trained, tensors.frozen, cuts)
+            staged = StagedModule(module, mesh, layers, tensors.trained, tensors.frozen, cut_layers)
             same["stages"] = staged.described
         filler: LayerFiller | None = None
         if materialize is not None:
             filler = LayerFiller(materialize, module, {**tensors.trained, **tensors.frozen}, mesh.world, cuts, staged)
             same["materialize"] = filler.described
         if cuts is not None:
-            _check_cuts(optimizer)
+            _check_cuts(optimizer, cuts)
             if zero == 3 and filler is not None and not filler.reads_parts:
                 raise ValueError(
                     f"materialize is a function, which fills whole layers, and zero=3 with tensor={mesh.tensor.size} "
@@ -265,9 +272,14 @@ def _check_stages(module: Any, optimizer: ShardedOptimizer, zero: int) -> None:
         )
 
 
-def _check_cuts(optimizer: ShardedOptimizer) -> None:
+def _check_cuts(optimizer: ShardedOptimizer, cuts: TensorParallelModule) -> None:
     """Raise ValueError for what tensor ranks of a module cannot do."""
     mesh = optimizer.mesh
+    if cuts.divides_samples and not optimizer.config.auto_sync_gradients:
+        raise ValueError(
+            f"auto_sync_gradients=False with plan={EXPERTS!r}: calls of step are counted over data ranks alone; use "
+            "no_sync() for passes that add up"
+        )
     if optimizer.sharding.workers_differ:
         raise ValueError(
             f"{type(optimizer).__name__} with tensor={mesh.tensor.size}: workers that take steps by themselves have "
@@ -305,3 +317,56 @@ def summon_full_parameters(module: Any, *, writeback: bool = True) -> AbstractCo
     if state is None:
         raise ValueError("summon_full_parameters is for a module that as_distributed has made distributed")
     return state.summoned(writeback)
+
+
+def cross_entropy(logits: Any, targets: Any, layer: Any, *, ignore_index: int = -100, reduction: str = "mean") -> Any:
+    """The loss of logits that stay where the tensor ranks have computed them.
+
+    For the forward pass of a module of your own whose output layer the plan of `as_distributed` cuts "colwise", as in
+    ``return mpishard.torch.cross_entropy(self.head(x), targets, self.head)``.  Ranks take the maximum and two sums of
+    each row, and none has whole logits; autograd keeps the gradient of the part, in its memory.  Models of transformers
+    do the same by themselves where they are called with ``labels`` in training mode.  Of a layer that is whole it is
+    `torch.nn.functional.cross_entropy`.  Shoeybi et al., "Megatron-LM" (2019), section 3.
+
+    Collective over the tensor axis of the mesh, if the layer is cut.
+
+    Parameters
+    ----------
+    logits : Tensor, shape (..., columns)
+        The outputs of the layer: those that this rank has, or all.  Half precision is computed in float32.
+    targets : Tensor of int64, shape (...)
+        Numbers of the right outputs, of all; the same on all tensor ranks.
+    layer : torch.nn.Linear
+        The layer.
+    ignore_index : int
+        Rows with this target do not count.
+    reduction : {"mean", "sum"}
+        Over the rows that count; the mean of none is NaN.
+
+    Returns
+    -------
+    Tensor, shape ()
+        In nats, the same on all tensor ranks: float64 for logits of float64, else float32.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `layer` is no `Linear` with these outputs, or a target is no output.
+    """
+    if not isinstance(layer, torch.nn.Linear):
+        raise TypeError(f"layer must be the Linear whose outputs the logits are, got {kind_of(layer)}")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction={reduction!r} must be 'mean' or 'sum'")
+    logits = logits.float() if logits.dtype in HALF else logits
+    hook = vars(layer).get("forward")
+    if isinstance(hook, ModuleHook) and isinstance(hook.args[0], CutModule):
+        return hook.args[0].cross_entropy(hook.args[1], logits, targets, ignore_index, reduction)
+    columns = layer.out_features
+    if logits.shape[-1] != columns:
+        raise ValueError(
+            f"logits have {logits.shape[-1]} columns, and the layer has {columns} outputs: give the layer that has "
+            "computed them; on pipeline ranks the plan needs 'colwise_gather_output' for it"
+        )
+    return torch.nn.functional.cross_entropy(
+        logits.reshape(-1, columns), targets.reshape(-1), ignore_index=ignore_index, reduction=reduction
+    )

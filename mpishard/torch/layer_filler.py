@@ -18,9 +18,9 @@ from mpishard.comm.agreement import fingerprint
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.io.weight_files import DTYPES, StoredWeight, WeightFiles, stored_tensors
-from mpishard.torch.cut_module import CutModule
 from mpishard.torch.memory import broadcast_values, give_memory
 from mpishard.torch.staged_module import StagedModule
+from mpishard.torch.tensor_parallel_module import TensorParallelModule
 from mpishard.torch.units import plain_name, uncompiled
 
 
@@ -37,7 +37,7 @@ class LayerFiller:
         module: Any,
         tensors: Mapping[str, Any],
         ranks: Axis,
-        cuts: CutModule | None = None,
+        cuts: TensorParallelModule | None = None,
         stages: StagedModule | None = None,
     ) -> None:
         self._names = {id(p): name for name, p in tensors.items()}

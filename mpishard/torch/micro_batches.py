@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from mpishard.arguments import integer
-from mpishard.comm.agreement import DeferredError, agree_on_settings, text_of
+from mpishard.comm.agreement import agree_on_settings, text_of
 from mpishard.comm.axis import ModelParallelGroup
 from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.layout.boxes import split
@@ -21,9 +21,19 @@ from mpishard.parameters.reducer import NoSync
 from mpishard.pipeline.runtime import Pipeline
 from mpishard.pipeline.schedule import make_schedule, warn_if_bubbly
 from mpishard.torch.buffers import as_fact
-from mpishard.torch.stage_passes import MicroBatch, PassEnd, StageChunk, Survey, check_loss, with_tensors
+from mpishard.torch.forward_passes import ForwardPass
+from mpishard.torch.plan_checks import is_plain
+from mpishard.torch.stage_passes import (
+    MicroBatch,
+    PassEnd,
+    StageChunk,
+    StageErrors,
+    Survey,
+    check_loss,
+    with_tensors,
+)
 from mpishard.torch.staged_module import StagedModule
-from mpishard.torch.units import tensors_in
+from mpishard.torch.units import check_not_summoned, tensors_in
 
 _MOST_SURVEYS = 256  # that are kept, of micro-batches of different shapes
 REDUCTIONS = ("mean", "sum")
@@ -36,6 +46,7 @@ class PipelineSettings:
     name: str
     chunks: int
     microbatches: int
+    has_weights_apart: bool  # it computes their gradients in passes of their own
 
     @classmethod
     def of(cls, name: Any, chunks: Any, microbatches: Any, ranks: int) -> PipelineSettings:
@@ -44,12 +55,7 @@ class PipelineSettings:
             integer("microbatches", microbatches, least=1)
         count = microbatches_on(ranks, microbatches)
         made = make_schedule(name, ranks, count, chunks)
-        if any(action.kind in "IW" for program in made.programs for action in program):
-            raise ValueError(
-                f"schedule={name!r} computes the gradients of inputs and of weights apart, and autograd of PyTorch "
-                "both in one pass: use '1f1b', 'gpipe' or 'interleaved'"
-            )
-        return cls(name, chunks, count)
+        return cls(name, chunks, count, any(action.kind == "W" for action in made.programs[0]))
 
     def warn(self, ranks: int) -> None:
         """Warn if there are fewer micro-batches than stages. One rank is enough to call it."""
@@ -139,13 +145,14 @@ class PipelinedPasses(ModulePasses):
         super().__init__(settings)
         mesh, axis = staged.mesh, staged.mesh.pipeline
         self._staged = staged
-        self._errors = DeferredError(mesh.world, transactional=False)
+        self._errors = StageErrors(mesh.world, mesh.tensor)
         stages = range(axis.rank, staged.count, axis.size)
         chunks = [StageChunk(staged, stage, device, self._errors) for stage in stages]
         self._pipeline = Pipeline(axis, chunks, settings.name, parameters)
         self._surveys: dict[Any, Survey] = {}
         self._replica = ModelParallelGroup(mesh.tensor, axis, mesh.rank)
         self._checks_plan = staged.cuts is not None and staged.cuts.check_is_due  # in the next pass
+        staged.forward = self.forward
 
     def train(self, optimizer: PassTaker, function: Any, batch: tuple[Any, ...], reduction: str) -> float:
         loss = self._pipeline.train(self._prepared(optimizer, function, batch, reduction, True))
@@ -155,6 +162,8 @@ class PipelinedPasses(ModulePasses):
             # Ranks that have failed have begun no sums, and others have.
             optimizer.parameters.gradients.end_pass()
             optimizer.zero_grad()
+            if self._staged.cuts is not None:
+                self._staged.cuts.forget_gradients()
             raise
         return loss
 
@@ -163,11 +172,34 @@ class PipelinedPasses(ModulePasses):
         self._errors.raise_on_all()
         return loss
 
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the module returns without gradients. Collective over the ranks of a data rank."""
+        self._compare(tensors_in((args, kwargs)), "inputs of the module")
+        if self._checks_plan and is_plain((args, kwargs)):
+            with raised_on_all(self._replica):
+                self._check_plan(lambda module: module(*args, **kwargs), ())
+            self._checks_plan = False
+        return ForwardPass(self._staged, self._replica).run(args, kwargs)
+
+    def _compare(self, tensors: Iterable[Any], what: str, problem: Exception | None = None) -> None:
+        """Raise on all ranks of a data rank if one has a problem, or they have different tensors."""
+        agree_on_settings(
+            self._replica,
+            {
+                f"tensor {number} of the {what}": f"{tuple(each.shape)} {text_of(as_fact(each))}"
+                for number, each in enumerate(tensors)
+            },
+            problem,
+            what=what,
+            remedy="tensor and pipeline ranks of a data rank need the same: DistributedSampler(data, mesh.data.size, "
+            "mesh.data.rank), and the same seed",
+        )
+
     def _prepared(
         self, optimizer: PassTaker, function: Any, batch: tuple[Any, ...], reduction: str, trains: bool
     ) -> list[MicroBatch]:
         """The micro-batches, after all ranks have found that they can pass the stages."""
-        self._staged.check_not_summoned("a pass of the stages", would="compute the whole module")
+        check_not_summoned(self._staged, "a pass of the stages", would="compute the whole module")
         mesh, found = self._staged.mesh, []
         with raised_on_all(mesh.world):
             with CaughtError() as caught:
@@ -176,18 +208,9 @@ class PipelinedPasses(ModulePasses):
                 scale = optimizer.scale(1.0) if trains else 1.0
                 for arguments, factor in micro_batches_of(batch, self.settings.microbatches, reduction):
                     survey = self._survey(function, arguments, trains)
-                    found.append(MicroBatch(function, arguments, factor, scale, survey, trains))
-            agree_on_settings(
-                self._replica,
-                {
-                    f"tensor {number} of the batch": f"{tuple(each.shape)} {text_of(as_fact(each))}"
-                    for number, each in enumerate(tensors_in(batch))
-                },
-                caught.error,
-                what="samples",
-                remedy="tensor and pipeline ranks of a data rank need the same: DistributedSampler(data, "
-                "mesh.data.size, mesh.data.rank)",
-            )
+                    apart = trains and self.settings.has_weights_apart
+                    found.append(MicroBatch(function, arguments, factor, scale, survey, trains, apart))
+            self._compare(tensors_in(batch), "samples", caught.error)
         if self._checks_plan:
             with raised_on_all(mesh.world):
                 self._check_plan(function, found[0].arguments)
@@ -206,13 +229,13 @@ class PipelinedPasses(ModulePasses):
 
         def compare(module: Any, args: Any, kwargs: Any) -> None:
             assert self._staged.cuts is not None
-            self._staged.cuts.check_pass(module, args, kwargs)
+            self._staged.cuts.check_pass(contextlib.nullcontext, module, args, kwargs)
             raise PassEnd
 
         module = self._staged.module
         handle = module.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
         try:
-            with self._staged.summoned(False):
+            with self._staged.with_all_stages(False):
                 function(module, *arguments)
         except PassEnd:
             pass

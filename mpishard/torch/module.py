@@ -1,9 +1,8 @@
-"""A PyTorch module whose parameters are views into the flat array of mpishard, and the checks of its tensors."""
+"""A PyTorch module whose parameters are views into the flat array of mpishard."""
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 
-from mpishard.arguments import listed
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
@@ -21,7 +19,7 @@ from mpishard.layout.boxes import box_shape
 from mpishard.layout.tensors import WHOLE
 from mpishard.parameters.flat import FlatParameters, flat_of_tensors
 from mpishard.torch.buffers import BufferOwner, Buffers
-from mpishard.torch.cut_module import CutModule, check_is_whole, specs_of
+from mpishard.torch.cut_module import CutModule, check_is_whole
 from mpishard.torch.gradient_hooks import GradientHooks, ProblemHooks
 from mpishard.torch.layer_filler import LayerFiller
 from mpishard.torch.memory import (
@@ -35,188 +33,15 @@ from mpishard.torch.memory import (
     master_dtype,
     take_changed,
 )
+from mpishard.torch.module_tensors import ModuleTensors, persistent_buffers
 from mpishard.torch.plans import planned
 from mpishard.torch.sharded_module import ShardedModule
 from mpishard.torch.staged_module import StagedModule, check_has_all_stages
-from mpishard.torch.units import Unit, plain_name, uncompiled, units_of, units_text
-
-Array = Any
+from mpishard.torch.tensor_parallel_module import TensorParallelModule, specs_of
+from mpishard.torch.units import Unit, check_not_summoned, plain_name, uncompiled, units_of, units_text
 
 _WHEN = "before as_distributed, or after close() of what it returned"
-_HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _states: weakref.WeakKeyDictionary[Any, ModuleState] = weakref.WeakKeyDictionary()  # by module, before `torch.compile`
-
-
-# The tensors of a PyTorch module by name, and the checks that mpishard can train it.
-
-
-@dataclass(frozen=True)
-class ModuleTensors:
-    """The tensors of a module, by the names in the `state_dict` of the module before `torch.compile`.
-
-    A tensor that has several names, as one that two layers share, has the first of them.
-    """
-
-    # Those that require a gradient: complex ones first, else in the order in which the module registers them.
-    trained: dict[str, Any]
-    frozen: dict[str, Any]  # the other parameters
-    buffers: dict[str, Any]  # the persistent ones, which are in the `state_dict`
-
-    @classmethod
-    def of(cls, module: Any, *, on_meta: bool = False) -> ModuleTensors:
-        """The tensors of a module, compiled or not, that can be trained; nothing is changed.
-
-        With `on_meta` parameters may be without values, on the device meta.
-
-        Raises TypeError if it is no module, or a parameter is of a dtype that cannot be trained; ValueError if a layer
-        is a SyncBatchNorm, no parameter requires a gradient, or parameters are on several devices, not contiguous,
-        without values, or share memory.
-        """
-        if not isinstance(module, torch.nn.Module):
-            given = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
-            raise TypeError(f"as_distributed of mpishard.torch needs a torch.nn.Module, got {given}")
-        for name, child in module.named_modules():
-            if isinstance(child, torch.nn.SyncBatchNorm):
-                raise ValueError(
-                    f"{plain_name(name)!r} is a torch.nn.SyncBatchNorm, which sums over ranks of torch.distributed: "
-                    "here it would normalize each rank's samples alone; call "
-                    "mpishard.torch.convert_sync_batchnorm(module, mesh) before"
-                )
-            if isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and child.max_norm is not None:
-                if child.weight.requires_grad:
-                    raise ValueError(
-                        f"{plain_name(name)!r} is a torch.nn.{type(child).__name__} with max_norm={child.max_norm}, "
-                        "whose forward pass writes to its weight, on each rank to other rows: set its max_norm = None, "
-                        "and scale the rows in the pass, or on all ranks after each step"
-                    )
-        named = {plain_name(name): p for name, p in module.named_parameters()}
-        trained = {name: p for name, p in named.items() if p.requires_grad}
-        # Complex ones first: as pairs of reals, they then begin at a multiple of their size in the flat array.
-        trained = dict(sorted(trained.items(), key=lambda item: not item[1].is_complex()))
-        if not trained:
-            frozen = f"all of its {len(named)} parameters are frozen (requires_grad=False)" if named else "it has none"
-            raise ValueError(f"this {type(module).__name__} has no parameter to train: {frozen}")
-        _check_values(named, on_meta)
-        _check_dtypes(trained)
-        _check_memory(trained)
-        others = {name: p for name, p in named.items() if not p.requires_grad}
-        return cls(trained, others, {plain_name(name): buffer for name, buffer in _persistent_buffers(module)})
-
-    @property
-    def described(self) -> dict[str, str]:
-        """The facts that must be the same on all ranks, as text by name."""
-        return {
-            "parameters": _listed(self.trained),
-            "frozen parameters": _listed(self.frozen),
-            "buffers of the module": _listed(self.buffers),
-        }
-
-    @property
-    def device(self) -> Any:
-        """The device of all parameters; the default one if they have no values yet."""
-        device = next(iter(self.trained.values())).device
-        return torch.get_default_device() if device.type == "meta" else device
-
-
-def _persistent_buffers(module: Any) -> list[tuple[str, Any]]:
-    """The buffers that are in the `state_dict`, each once."""
-    found, seen = [], set()
-    for path, child in module.named_modules():
-        for name, buffer in child._buffers.items():
-            if buffer is None or name in child._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            found.append((f"{path}.{name}" if path else name, buffer))
-    return found
-
-
-def _check_values(named: dict[str, Any], on_meta: bool) -> None:
-    """Raise ValueError unless all parameters have values, on one device."""
-    for name, p in named.items():
-        if isinstance(p, torch.nn.parameter.UninitializedParameter):
-            raise ValueError(f"parameter {name!r} is not initialized: run one batch through the module first")
-        if p.device.type == "meta" and not on_meta:
-            raise ValueError(
-                f"parameter {name!r} is on the device meta and has no values: give materialize=, a folder or file of "
-                "safetensors, or a function that fills one layer, as lambda layer: layer.reset_parameters()"
-            )
-        if p.device.type != "meta" and p.numel() and not p.untyped_storage().nbytes():
-            raise ValueError(
-                f"parameter {name!r} has no values: under zero=3 its shares went with the optimizer of as_distributed; "
-                "call close() of that, on all ranks, which leaves the module whole"
-            )
-        if type(p.data) is not torch.Tensor or p.layout is not torch.strided:
-            raise ValueError(
-                f"parameter {name!r} is a {type(p.data).__name__} of layout {p.layout}, and must be a plain dense "
-                "tensor; a module that FSDP or DTensor has divided cannot be divided again"
-            )
-    devices: dict[str, str] = {}
-    for name, p in named.items():
-        devices.setdefault(str(p.device), name)
-    if len(devices) > 1:
-        found = listed(f"{name!r} on {device}" for device, name in devices.items())
-        raise ValueError(f"all parameters must be on one device, here {found}: module.to(device)")
-
-
-def _check_dtypes(trained: dict[str, Any]) -> None:
-    """Raise TypeError unless masters of float32 or float64 can be kept of all parameters to train."""
-    of_dtype: dict[Any, str] = {}
-    for name, p in trained.items():
-        of_dtype.setdefault(p.dtype, name)
-    found = " and ".join(f"{name!r} is {_short(dtype)}" for dtype, name in of_dtype.items() if dtype not in _DTYPES)
-    if found:
-        raise TypeError(
-            f"parameters to train must be of {', '.join(map(_short, _DTYPES))}, but {found}; use module.float(), and "
-            "a lower precision within the forward pass"
-        )
-    real = master_dtype(trained)
-    narrow = [name for dtype, name in of_dtype.items() if dtype not in (real, real.to_complex())]
-    if narrow and not _HAS_GRAD_DTYPE:
-        raise TypeError(
-            f"parameter {narrow[0]!r} is {_short(trained[narrow[0]].dtype)}, whose gradients are summed in "
-            f"{_short(real)}: that needs a PyTorch with Tensor.grad_dtype, and this is {torch.__version__}; use "
-            "module.float() or module.double(), and torch.autocast for bfloat16"
-        )
-
-
-def _check_memory(trained: dict[str, Any]) -> None:
-    """Raise ValueError unless each parameter is contiguous, in any of PyTorch's formats, and shares no memory."""
-    for name, p in trained.items():
-        if not any(p.is_contiguous(memory_format=each) for each in _formats(p.dim())):
-            raise ValueError(
-                f"parameter {name!r} is not contiguous: shape {tuple(p.shape)}, strides {p.stride()}; "
-                "p.data = p.data.contiguous() before"
-            )
-    placed = {name: p for name, p in trained.items() if p.device.type != "meta"}
-    ranges = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name) for name, p in placed.items())
-    for (_, stop, first), (start, _, second) in zip(ranges, ranges[1:], strict=False):
-        if start < stop:
-            raise ValueError(
-                f"parameters {first!r} and {second!r} are two that share memory; share the Parameter itself, as "
-                "second.weight = first.weight does"
-            )
-
-
-def _formats(dimensions: int) -> list[Any]:
-    """The memory formats that a contiguous tensor may have."""
-    special = {4: [torch.channels_last], 5: [torch.channels_last_3d]}
-    return [torch.contiguous_format, *special.get(dimensions, [])]
-
-
-def _listed(tensors: dict[str, Any]) -> str:
-    """Tensors as a short text that differs where names, shapes or dtypes do."""
-    each = [f"{name} {tuple(tensor.shape)} {_short(tensor.dtype)}" for name, tensor in tensors.items()]
-    mark = hashlib.blake2b("\n".join(each).encode(), digest_size=4).hexdigest()
-    size = sum(tensor.numel() for tensor in tensors.values())
-    return f"{len(each)} tensors of {size} elements [{mark}]"
-
-
-def _short(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-# A PyTorch module whose parameters are views into the flat array of mpishard.
 
 
 @dataclass(frozen=True)
@@ -267,7 +92,7 @@ class ModuleState:
         tensors: ModuleTensors,
         buffers: str,
         sharding: UnitSharding | None = None,
-        cuts: CutModule | None = None,
+        cuts: TensorParallelModule | None = None,
         stages: StagedModule | None = None,
         filler: LayerFiller | None = None,
     ) -> None:
@@ -279,7 +104,7 @@ class ModuleState:
         is_filled = filler is not None and sharding is None
         if filler is not None and is_filled:
             filler.fill_module(tensors.device)
-            tensors = replace(tensors, buffers=dict(_persistent_buffers(module)))
+            tensors = replace(tensors, buffers=dict(persistent_buffers(module)))
         if cuts is not None:
             cuts.cut(tensors.buffers, is_filled)
         if stages is not None:
@@ -327,7 +152,7 @@ class ModuleState:
             )
             self._divides_frozen = sharding.divides_frozen
             self.parameters = self.units.parameters
-            tensors = replace(tensors, buffers=dict(_persistent_buffers(module)))  # those on meta have been replaced
+            tensors = replace(tensors, buffers=dict(persistent_buffers(module)))  # those on meta have been replaced
         self.tensors: ModuleTensors = tensors
         if cuts is not None:
             cuts.watch_gradients()
@@ -387,6 +212,7 @@ class ModuleState:
         if self.cuts is None:
             planned(self.module, self.plan, tensor)
         else:
+            assert isinstance(self.cuts, CutModule)  # a problem divides no sequences
             self.cuts.check_ranks(self.plan, tensor)
 
     def check(self, facts: Mapping[str, Any]) -> None:
@@ -500,7 +326,7 @@ class ModuleState:
     def check_not_summoned(self, what: str, **how: str) -> None:
         """Raise ValueError within `summoned`, in which `what` would not do what it says."""
         for divided in self._divided:
-            divided.check_not_summoned(what, **how)
+            check_not_summoned(divided, what, **how)
 
     @property
     def _divided(self) -> list[Any]:
@@ -568,7 +394,7 @@ def state_of(
     tensors: ModuleTensors,
     buffers: str,
     sharding: UnitSharding | None = None,
-    cuts: CutModule | None = None,
+    cuts: TensorParallelModule | None = None,
     stages: StagedModule | None = None,
     filler: LayerFiller | None = None,
 ) -> ModuleState:

@@ -24,27 +24,13 @@ from mpishard.io import log
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.reducer import NoSync
-from mpishard.torch.gradient_hooks import CLIP, DROP, STEP, LocalHooks, LoopHooks, MeanHooks, SentHooks
 from mpishard.torch.live_groups import ParameterGroups, RuleGroups, groups_of
+from mpishard.torch.loop_hooks import CLIP, DROP, STEP, LoopHooks, SentHooks, loop_hooks
 from mpishard.torch.micro_batches import ModulePasses
 from mpishard.torch.module import ModuleState
 from mpishard.torch.own_steps import WholeSteps
 from mpishard.torch.torch_state import TorchStateConverter, settings_of_state_dict, steps_of
 from mpishard.training.saving import load_checkpoint, save_checkpoint
-
-
-def loop_hooks(state: ModuleState, optimizer: ShardedOptimizer) -> LoopHooks:
-    """Choose how the gradients of a module are taken for a loop of the user's."""
-    strategy, config = optimizer.state.strategy, optimizer.config
-    given = state.parameters, state.tensors.trained, state.units
-    compares_calls = not optimizer.sharding.workers_differ
-    # The norm of a part, as of torch.nn.utils.clip_grad_norm_, would be another one on each tensor or pipeline rank.
-    is_cut = state.cuts is not None or state.stages is not None
-    if not strategy.reducer.keeps_memory or config.loss_scale not in (None, 1) or is_cut:
-        return SentHooks(*given, compares_calls=compares_calls)
-    if not (strategy.sums_are_everywhere and config.auto_sync_gradients):
-        return LocalHooks(*given, compares_calls=compares_calls)
-    return MeanHooks(*given, compares_calls=compares_calls, compares_values=config.mesh.debug, ranks=strategy.axis.size)
 
 
 class ModuleOptimizer(torch.optim.Optimizer):
@@ -73,6 +59,10 @@ class ModuleOptimizer(torch.optim.Optimizer):
         That of mpishard, with `steps`, `gradient_norm`, `rule` and the rest.
     unused_parameters : list of str
         Names of the parameters that got no gradient on this rank in the last step.  Their gradient here counts as zero.
+    expert_load : float
+        Where ranks have dealt out experts: the largest part that one of the tensor ranks had in the last step of all
+        tokens that experts computed, each once for each of its experts.  1 / ranks if they are balanced; NaN without
+        such experts.
     """
 
     def __init__(
@@ -82,6 +72,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         self._passes = passes
         self.optimizer = optimizer
         self.unused_parameters: list[str] = []
+        self.expert_load: float = math.nan
         self._groups = groups
         self._rule = optimizer.rule
         self._is_made = False
@@ -240,8 +231,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
             Called first: makes the gradients, and returns the loss.
         count : float, optional
             Divides the sum of the gradients of all ranks: the global number of samples where the loss is a sum over
-            samples.  Default: the number of data ranks, for a loss that is a mean over a rank's samples, as with
-            DistributedDataParallel.
+            samples.  Default: the number of data ranks, under ``plan="experts"`` of all ranks, for a loss that is a
+            mean over a rank's samples, as with DistributedDataParallel.
 
         Returns
         -------
@@ -274,6 +265,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         hooks = self._hooks
         if self._state.cuts is not None:
             self._state.cuts.compare_gradients()
+            self.expert_load = self._state.cuts.end_expert_tokens()
         ranks = hooks.complete()
         hooks.end_sums()
         self.unused_parameters = hooks.unused

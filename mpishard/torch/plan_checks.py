@@ -101,7 +101,7 @@ def _deviation(own: Any, theirs: Any) -> float:
 # Gradients of what all tensor ranks have whole.
 
 # The first steps in which they are compared.
-_FIRST_STEPS = 2
+FIRST_STEPS = 2
 # Of the sum of absolute values: what rounding may change, and what a wrong plan exceeds.
 _TOLERANCE = 1e-3
 _ALIKE = 1e-6  # what rounding may change of gradients that ranks compute of the same numbers
@@ -130,7 +130,7 @@ class ReplicaGradients:
     @property
     def are_compared(self) -> bool:
         """Whether the gradients of this step are."""
-        return self.steps < _FIRST_STEPS
+        return self.steps < FIRST_STEPS
 
     def begin_after(self, steps: int) -> None:
         """Forget what has come of a step that was broken off, and that `steps` were compared."""

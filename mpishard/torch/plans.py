@@ -24,8 +24,8 @@ from mpishard.torch.adapters import matrices_of, named_layers, named_parameters,
 class Style:
     """What is cut of a layer."""
 
-    # What is cut: "outputs", "inputs", of experts the "features" between their two layers, or "" for a layer that stays
-    # whole.  The inputs of an embedding are its rows.
+    # What is cut: "outputs", "inputs", of experts the "features" between their two layers, "experts" where each stays
+    # whole on one rank, or "" for a layer that stays whole.  The inputs of an embedding are its rows.
     cuts: str
     whole: bool = False  # these features are whole outside of the layer: gathered behind it, or cut in front of it
     sums: bool = False  # each rank has a term of the gradients of the layer
@@ -46,7 +46,10 @@ _STYLES = {
     "packed_colwise": Style("outputs", packed=2),
     "packed_rowwise": Style("inputs", packed=2),
     "moe_tp_experts": Style("features"),
+    "ep_dispatch_experts": Style("experts"),
+    "grouped_gemm": Style("experts"),  # of a parameter of these
 }
+EXPERTS = "experts"  # the plan of a module itself for these
 # The dimension of a parameter that is cut, by the kind of layer and the features.
 _DIMENSIONS = {
     ("Linear", "outputs"): {"weight": 0, "bias": 0},
@@ -64,11 +67,15 @@ _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 # Those with the number of heads of queries for one of keys and values.
 _REPEATS = ("num_key_value_groups", "n_rep")
+_COUNT_OF_EXPERTS = "num_experts"  # of experts of transformers
 
 
 @dataclass(frozen=True)
 class HeadCount:
-    """An attribute of an attention that counts heads of the whole module; rank r has `values[r]` of them."""
+    """An attribute of an attention that counts heads of the whole module; rank r has `values[r]` of them.
+
+    Or one of experts that counts these.
+    """
 
     attention: Any
     name: str
@@ -123,20 +130,21 @@ def planned(module: Any, plan: Any, ranks: int) -> tuple[dict[str, Style], list[
 
 
 def styles_of(module: Any, plan: Any) -> dict[str, Style]:
-    """The style of each layer that a plan names, by its path; without a plan those of the module's own.
+    """The style of each layer that a plan names, by its path; without one, or for "experts", of the module's own.
 
     Also of parameters, where a plan names those of experts.
 
     Raises TypeError or ValueError if the plan is no mapping, has a style that is not known, names what is not there,
-    or gives a layer two styles.  Patterns of the module's own plan may match nothing.
+    or gives a layer two styles.  Patterns of the module's own plans may match nothing.
     """
-    own = plan is None
+    of_layers, of_experts = (getattr(module, name, None) or {} for name in ("tp_plan", "ep_plan"))
+    own = plan is None or plan == EXPERTS
     if own:
-        plan = getattr(module, "tp_plan", None) or {}
+        plan = of_layers if plan is None else of_experts
     if not isinstance(plan, Mapping):
         raise TypeError(
-            "plan must map patterns of layers to styles, as {'layers.*.up': 'colwise'}, or be 'sequence' in "
-            f"as_distributed, got {kind_of(plan)}"
+            "plan must map patterns of layers to styles, as {'layers.*.up': 'colwise'}, or be 'sequence' or 'experts' "
+            f"in as_distributed, got {kind_of(plan)}"
         )
     paths, names = list(filter(None, named_layers(module))), named_parameters(module)
     found: dict[str, tuple[str, Style]] = {}
@@ -144,7 +152,7 @@ def styles_of(module: Any, plan: Any) -> dict[str, Style]:
         if not isinstance(pattern, str):
             raise TypeError(f"a pattern of the plan must be the name of a layer, in which * is a part, got {pattern!r}")
         matches = [each for each in (*paths, *names) if _fits(pattern, each)]
-        if own and not matches:
+        if not matches and (pattern in of_layers or pattern in of_experts):
             continue
         style = _style_of(pattern, value, "the module's own plan" if own else "the plan")
         if not matches:
@@ -159,10 +167,10 @@ def styles_of(module: Any, plan: Any) -> dict[str, Style]:
     styles = {each: style for each, (_, style) in found.items()}
     for name in filter(styles.__contains__, names):
         owner = styles.get(name.rpartition(".")[0])
-        if owner is None or owner.cuts != "features":
+        if owner is None or owner.cuts not in ("features", "experts"):
             raise ValueError(
                 f"{found[name][0]!r} of the plan is the parameter {name!r}: name its layer; only parameters of "
-                "experts, which have 'moe_tp_experts', have styles of their own"
+                "experts, which have 'moe_tp_experts' or 'ep_dispatch_experts', have styles of their own"
             )
     return styles
 
@@ -250,6 +258,8 @@ def cuts_of(module: Any, styles: Mapping[str, Style], ranks: int) -> list[LayerC
         lengths = run_lengths(offsets)
         counts = [] if heads is None else [length // size for length in lengths]
         own = HeadCount.of(attention, (*_HEADS, *_KEY_HEADS), extent // size, counts) if counts else []
+        if style.cuts == "experts":
+            own = HeadCount.of(layers[path], [_COUNT_OF_EXPERTS], extent, lengths)
         found.append(LayerCut(path, layers[path], kind, style, offsets, dimensions[path], own))
         if len(set(lengths)) > 1 and has_heads and (rate := dropout_rate(attention)):
             raise ValueError(
@@ -310,11 +320,13 @@ def _too_few(path: str, style: Style, extent: int, heads: int | None, ranks: int
 
 def _kind_of(path: str, layers: Mapping[str, Any], style: Style) -> str:
     layer, parent = layers[path], layers[path.rpartition(".")[0]]
+    if style.cuts == "experts":
+        return "experts"
     if style.cuts == "features":
         if getattr(layer, "has_bias", False):
             raise ValueError(
-                f"the experts {path!r} have biases, and what can be cut have none: give a plan without them, so that "
-                "they are whole on each rank"
+                f"the experts {path!r} have biases, and what can be cut have none: give them 'ep_dispatch_experts', so "
+                "that each is whole on one rank, or a plan without them"
             )
         return "experts"
     has_weight = isinstance(layer._parameters.get("weight"), torch.nn.Parameter)
@@ -340,6 +352,15 @@ def _dimensions(path: str, layer: Any, kind: str, styles: Mapping[str, Style]) -
     """The dimension of each parameter of a layer that is cut, and how many layers are packed along it."""
     own = {key: p for key, p in layer._parameters.items() if p is not None}
     style = styles[path]
+    if style.cuts == "experts":
+        count = getattr(layer, _COUNT_OF_EXPERTS, None)
+        unlike = [f"{key!r} of shape {tuple(p.shape)}" for key, p in own.items() if p.shape[:1] != (count,)]
+        if unlike or not own:
+            raise ValueError(
+                f"{path!r} is a {type(layer).__name__} with num_experts={count} and {', '.join(unlike) or 'nothing'}: "
+                "what can be dealt out are experts whose parameters have these as their first dimension"
+            )
+        return dict.fromkeys(own, (0, 1))
     if kind != "experts":
         dimensions = _DIMENSIONS[kind, style.cuts]
         return {key: (dim, style.packed) for key, dim in dimensions.items() if key in own}

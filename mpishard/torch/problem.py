@@ -17,10 +17,13 @@ from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.parameters.flat import FlatParameters
 from mpishard.torch.buffers import check_mode
 from mpishard.torch.cut_module import CutModule
-from mpishard.torch.gradient_hooks import LoopHooks
 from mpishard.torch.layer_filler import LayerFiller
+from mpishard.torch.loop_hooks import LoopHooks
 from mpishard.torch.memory import array_module
-from mpishard.torch.module import ModuleState, ModuleTensors, UnitSharding, check_other_trainers, known_state, state_of
+from mpishard.torch.module import ModuleState, UnitSharding, check_other_trainers, known_state, state_of
+from mpishard.torch.module_tensors import ModuleTensors
+from mpishard.torch.plans import EXPERTS
+from mpishard.torch.sequences import PLAN
 from mpishard.training.objective import ObjectiveOptions
 from mpishard.training.problem import OptimizationProblem
 
@@ -60,7 +63,7 @@ def problem(
         As for `mpishard.torch.as_distributed`.
     mesh : Mesh, optional
         That of the optimizer, whose data ranks divide the module by `shard_units`, and whose tensor ranks by `plan`;
-        needed for these only.  An elastic run whose ``layouts`` have tensor ranks asks for a new module for each mesh.
+        needed for these only.  `ElasticOptimizer` with ``layouts`` of tensor ranks asks for a new module for each mesh.
     shard_units : type, tuple of type, callable or "auto", optional
         As for `mpishard.torch.as_distributed`, but frozen parameters stay whole, since a rank that dies has no copy of
         its share of them; default: the module stays whole.  A rank without samples in a
@@ -68,7 +71,8 @@ def problem(
     materialize : path or callable, optional
         As for `mpishard.torch.as_distributed`.
     plan, check_plan : mapping, bool
-        As for `mpishard.torch.as_distributed`, but for the plan "sequence", which a problem does not take.
+        As for `mpishard.torch.as_distributed`, but for the plans "sequence" and "experts", which a problem does
+        not take.
     facts : mapping, optional
         As for `OptimizationProblem`.
     **options
@@ -126,9 +130,9 @@ def problem(
 
 def _check_mesh(mesh: Mesh | None, shard_units: Any, materialize: Any, plan: Any) -> None:
     """Raise ValueError unless the mesh is there for what divides a module, and can divide it."""
-    if isinstance(plan, str) and plan == "sequence":
+    if isinstance(plan, str) and plan in (PLAN, EXPERTS):
         raise ValueError(
-            "plan='sequence' is for a loop of your own: give it to mpishard.torch.as_distributed; a problem takes "
+            f"plan={plan!r} is for a loop of your own: give it to mpishard.torch.as_distributed; a problem takes "
             "plans of layers, as {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
         )
     needs_mesh = shard_units is not None or plan is not None

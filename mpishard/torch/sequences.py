@@ -17,17 +17,15 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from mpishard.arguments import listed
-from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.boxes import run_lengths, split
-from mpishard.nn.tensor_parallel import BACKWARD, FORWARD
+from mpishard.nn.tensor_parallel import BACKWARD, FORWARD, Reduce
 from mpishard.torch.adapters import model_within, wrappers_of
-from mpishard.torch.cut_module import CutModule
-from mpishard.torch.memory import as_array, finish_stream
 from mpishard.torch.plan_checks import PassRecord, copied
-from mpishard.torch.tensor_ops import HALF, moved
+from mpishard.torch.tensor_ops import all_to_all, moved
+from mpishard.torch.tensor_parallel_module import TensorParallelModule
 from mpishard.torch.units import tensors_in, uncompiled
 
 PLAN = "sequence"
@@ -110,14 +108,9 @@ def _gather_heads(x_bhtd: Any, tokens: DividedTokens, heads: Sequence[range], la
 
 def _all_to_all(axis: Axis, parts: Sequence[Any], shapes: Sequence[tuple[int, ...]], label: str) -> list[Any]:
     """Send a part to each rank, and receive one of a shape from each."""
-    sent = torch.cat([part.reshape(-1) for part in parts])
     out_counts = [torch.Size(shape).numel() for shape in shapes]
-    found = sent.new_empty(sum(out_counts))
-    bits = (sent.view(torch.int16), found.view(torch.int16)) if sent.dtype in HALF else (sent, found)
-    finish_stream(sent)
-    memory = as_array(bits[1])
-    axis.all_to_all(as_array(bits[0]), memory, [part.numel() for part in parts], out_counts, label=label)
-    arrays.ready(memory)
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    found = all_to_all(flat, axis, [part.numel() for part in parts], out_counts, label)
     return [part.view(shape) for part, shape in zip(found.split(out_counts), shapes, strict=True)]
 
 
@@ -193,21 +186,22 @@ def _check_heads(heads: int, ranks: int) -> None:
 # The module.
 
 
-class SequenceModule(CutModule):
+class SequenceModule(TensorParallelModule):
     """A model of transformers on the tokens that a rank has; its parameters are whole on all.
 
     Of their gradients each rank has a term.
     """
 
     def __init__(self, module: Any, mesh: Mesh, tensors: Mapping[str, Any], checks_pass: bool) -> None:
-        super().__init__(module, mesh, [], tensors, frozenset(tensors), checks_pass)
+        super().__init__(module, mesh, tensors, {}, frozenset(tensors), [], checks_pass)
+        self._sum = Reduce(self._axis)
         self._signature = inspect.signature(module.forward)
         self._their_attention: str = module.config._attn_implementation
         self._sums_loss = False  # of the pass under way
         self._tokens: DividedTokens | None = None
 
     @classmethod
-    def of_model(
+    def of(
         cls, module: Any, mesh: Mesh, trained: Mapping[str, Any], frozen: Mapping[str, Any], *, checks_pass: bool
     ) -> SequenceModule | None:
         """The module of `as_distributed`; None on a mesh of one tensor rank. Not collective.
@@ -233,25 +227,23 @@ class SequenceModule(CutModule):
     def described(self) -> str:
         return "sequences"
 
-    def cut(self, buffers: Mapping[str, Any], is_filled: bool = False) -> None:
+    def _replace_code(self) -> None:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
 
         AttentionInterface.register(_ATTENTION, torch.compiler.disable(_attention))
         AttentionMaskInterface.register(_ATTENTION, _mask)
-        super().cut(buffers, is_filled)
 
-    def remove(self, restores: bool) -> None:
-        super().remove(restores=True)  # which is not collective here: no parameter is cut
+    def _restore_code(self) -> None:
+        """Nothing: `_set_attentions` gives the model its own."""
 
-    def _count_heads(self, whole: bool) -> None:
-        """Let the model attend to whole sequences by itself, or to divided ones."""
+    def _set_attentions(self, *, whole: bool) -> None:
         self._module.set_attn_implementation(self._their_attention if whole else _ATTENTION)
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
     def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
-        if self._summoned:
+        if self.is_summoned:
             return None
         self._agree_on_inputs(args, kwargs)
         return (), self._divided(self._named(args, kwargs))
@@ -268,7 +260,7 @@ class SequenceModule(CutModule):
         if self._sums_loss:
             if getattr(output, "loss", None) is None:
                 raise ValueError(f"plan={PLAN!r} sums the loss of labels, as output.loss: leave return_dict=False out")
-            output.loss = moved(output.loss.reshape(1), self._leave).reshape(())
+            output.loss = moved(output.loss.reshape(1), self._sum).reshape(())
         return output
 
     def _named(self, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -304,18 +296,14 @@ class SequenceModule(CutModule):
                 wanted[name] = tokens.own(wanted[name]).contiguous()
         return wanted | {"use_cache": False, "divided_tokens": tokens}
 
-    def _check_pass(self, gathered: Any, module: Any, args: Any, kwargs: Any) -> None:
-        """Before the first pass: compare one of the first tokens with that of the whole module."""
-        if self._summoned or not self._check_is_due:
-            return
-        self._agree_on_inputs(args, kwargs)
+    def _compared_passes(self, gathered: Any, module: Any, args: Any, kwargs: Any) -> tuple[PassRecord, PassRecord]:
+        """Passes of the first tokens."""
         given = self._named(args, kwargs)
         count = min(tokens_of(given), _CHECKED * self._axis.size)
         for name in (*_BY_TOKEN, "attention_mask"):
             if given.get(name) is not None:
                 given[name] = given[name][:, :count]
         given.pop("num_items_in_batch", None)  # counts those of more tokens
-        own, whole = PassRecord(), PassRecord()
         with self._without_trace(module, gathered):
             tokens_given = self._divided(copied(given))
             tokens = self._tokens
@@ -323,22 +311,23 @@ class SequenceModule(CutModule):
             parts = self._after(module, (), module.forward(**tokens_given))
             with self.summoned(False, False), raised_on_all(self._axis):
                 wholes = module.forward(**(copied(given) | {"use_cache": False}))
-        for number, (part, x) in enumerate(zip(tensors_in(parts), tensors_in(wholes), strict=True)):
+        expected = []
+        for part, x in zip(tensors_in(parts), tensors_in(wholes), strict=True):
             is_divided = x.dim() > 1 and x.shape[1] == count and part.shape[1] == tokens.counts[self._axis.rank]
-            own.note(f"tensor {number} of its output", part)
-            whole.note(f"tensor {number} of its output", tokens.own(x) if is_divided else x)
-        with raised_on_all(self._axis):
-            try:
-                own.check(whole)
-            except ValueError as error:
-                raise ValueError(
-                    f"this {type(module).__name__} computes something else on a part of its tokens: {error}.  Beside "
-                    f"its attentions, each token must be for itself: {_OTHER_PLAN}"
-                ) from None
-        self._check_is_due = False
+            expected.append(tokens.own(x) if is_divided else x)
+        own, whole = PassRecord(), PassRecord()
+        own.note_output(parts)
+        whole.note_output(expected)
+        return own, whole
+
+    def _misfit(self, error: ValueError) -> str:
+        return (
+            f"this {type(self._module).__name__} computes something else on a part of its tokens: {error}.  Beside its "
+            f"attentions, each token must be for itself: {_OTHER_PLAN}"
+        )
 
     def compare_gradients(self) -> None:
-        """In the first steps find gradients of passes that were not divided."""
+        """In the first steps find gradients of passes that were not divided; `problem` is what is wrong."""
         if self._gradients.compare() is not None:
             self.problem = ValueError(
                 "all tensor ranks have the same gradients, which are terms of a sum: passes were of whole sequences; "

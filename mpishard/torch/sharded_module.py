@@ -27,9 +27,9 @@ from mpishard.layout.tensors import WHOLE, ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.tensor_layout import TensorLayout
 from mpishard.parameters.zero3_units import ShardedUnits
-from mpishard.torch.cut_module import CutModule, specs_of
 from mpishard.torch.layer_filler import LayerFiller
 from mpishard.torch.memory import array_module, finish_stream, master_dtype
+from mpishard.torch.tensor_parallel_module import TensorParallelModule, specs_of
 from mpishard.torch.unit_storages import UnitStorages
 from mpishard.torch.units import ModuleHook, Unit, UnitCall, tensors_in, units_text
 
@@ -55,7 +55,7 @@ class ShardedModule:
         axis: Axis,
         device: Any,
         filler: LayerFiller | None,
-        cuts: CutModule | None,
+        cuts: TensorParallelModule | None,
     ) -> None:
         self.units = list(units)
         self._module = module
@@ -64,7 +64,7 @@ class ShardedModule:
         of_name = {name: unit for unit in units for name in (*unit.names, *unit.frozen)}
         self._passes: list[int] = []  # those of autograd under way, a nested one last
         self._kept: list[UnitCall] = []  # units that the backward pass uses first, in memory since the forward pass
-        self._summoned = False
+        self.is_summoned: bool = False  # all units are gathered, see `summoned`
         like = self._like = torch.empty(0, dtype=master_dtype(tensors), device=device)
         self.parameters: FlatParameters = FlatParameters(
             specs_of(tensors, cuts),
@@ -134,11 +134,6 @@ class ShardedModule:
         """Whether a trained parameter has the memory of its unit, gathered or not."""
         return self._storages[0].is_here(name)
 
-    def check_not_summoned(self, what: str, would: str = "be undone at its end") -> None:
-        """Raise ValueError within `summon_full_parameters`, in which `what` would not do what it says."""
-        if self._summoned:
-            raise ValueError(f"{what} within summon_full_parameters would {would}: leave the context before")
-
     def reset(self) -> None:
         """Begin a step: no backward pass is under way."""
         if self._passes:  # a backward pass that failed
@@ -174,25 +169,25 @@ class ShardedModule:
     @contextlib.contextmanager
     def summoned(self, writeback: bool) -> Iterator[None]:
         """Gather all units; at the end rank 0's values are those of all ranks, if `writeback`, or are dropped."""
-        if self._summoned:
+        if self.is_summoned:
             yield
             return
         with opening(self.axis, "summon_full_parameters") as same:
             same["writeback"] = flag("writeback", writeback)
         self._use_runs(self._runs)
-        self._summoned = True
+        self.is_summoned = True
         try:
             yield
             if writeback:
                 self._write_back(self._runs)
         finally:
-            self._summoned = False
+            self.is_summoned = False
             self._free_runs(self._runs)
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def _check_summoned(self, *_: Any, **__: Any) -> None:
-        if not self._summoned:
+        if not self.is_summoned:
             raise RuntimeError(
                 "under zero=3 a rank has its share of the parameters only: call state_dict() or load_state_dict() of "
                 "the module within `with mpishard.torch.summon_full_parameters(module):`, on all ranks, or use "
@@ -318,7 +313,7 @@ class ShardedModule:
             self._free_runs(unit.runs)
 
     def _is_unused(self, unit: Unit) -> bool:
-        return not (unit.calls or unit.opened or self._summoned)
+        return not (unit.calls or unit.opened or self.is_summoned)
 
     def _keep_gathered(self, call: UnitCall) -> None:
         """Leave a unit in memory after its forward pass, until another one but the module itself ends its own."""
@@ -394,8 +389,9 @@ class ShardedModule:
     def _materialize(self, filler: LayerFiller, device: Any) -> None:
         """Fill the parameters and buffers, which are on the device meta, unit by unit, with the values of rank 0."""
         adopted: set[int] = set()
+        names = {id(p): name for name, p in self._tensors.items()}
         for unit in self.units:
-            own = [name for child in unit.children for name in self._names_in(child)]
+            own = [names[id(p)] for child in unit.children for p in child._parameters.values() if id(p) in names]
             runs = self._runs_of([*own, *unit.names, *unit.frozen])
             self._use_runs(runs)
             with raised_on_all(filler.ranks):  # of a function of the user's
@@ -407,10 +403,6 @@ class ShardedModule:
             self._write_back(runs)
             self._free_runs(runs)
         filler.check_filled()
-
-    def _names_in(self, child: Any) -> list[str]:
-        names = {id(p): name for name, p in self._tensors.items()}
-        return [names[id(p)] for p in child._parameters.values() if id(p) in names]
 
 
 def _named(unit: Unit) -> str:

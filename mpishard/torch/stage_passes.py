@@ -13,8 +13,8 @@ Huang et al., "GPipe" (2019); Narayanan et al., "Efficient Large-Scale Language 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from math import prod
 from typing import Any
@@ -29,15 +29,17 @@ from torch._subclasses.fake_tensor import (
 )
 
 from mpishard.backend import array as arrays
-from mpishard.comm.agreement import DeferredError
+from mpishard.comm.agreement import DeferredError, OtherHasLeft, left_together
+from mpishard.comm.axis import Axis
 from mpishard.nn.workspace import Workspace
 from mpishard.torch.memory import array_module, as_tensor, finish_stream
 from mpishard.torch.staged_module import StagedModule
 from mpishard.torch.units import tensors_in
+from mpishard.torch.weight_products import WeightProducts
 
 Array = Any
 
-_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 _ALIGNMENT = 16  # bytes, of each tensor in a message
 
 
@@ -70,6 +72,49 @@ def with_tensors(found: Any, others: Mapping[int, Any]) -> Any:
 def _unknown_in(found: Any) -> list[Any]:
     """The tensors without values in what a layer takes, each once."""
     return list({id(each): each for each in tensors_in(found) if isinstance(each, FakeTensor)}.values())
+
+
+class Values:
+    """The values of tensors without them, which code outside of the layers must not change."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, int, Any]] = {}  # by id: the tensor, its version, and what has its values
+
+    def note(self, tensor: Any, value: Any) -> None:
+        """Note what has the values of a tensor."""
+        self._known[id(tensor)] = tensor, _version_of(tensor), value
+
+    def of(self, tensor: Any) -> Any:
+        """What has the values of a tensor, which may have them itself; None if they are unknown."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        _, version, value = self._known.get(id(tensor), (None, -1, None))
+        return value if version == _version_of(tensor) else None
+
+    def given_to(self, path: str, given: Any, first: str) -> Any:
+        """What a layer takes, with its values; `first`: the layer of its stage that has got those noted here."""
+        values = {id(each): self.of(each) for each in _unknown_in(given)}
+        if any(value is None for value in values.values()):
+            raise RuntimeError(
+                f"{path!r} gets a tensor that code outside of the layers has made of what other stages have, and "
+                f"{first!r}, the first layer of this stage, does not get it: give stages= a layer around both, or one "
+                "that gets all that follows from the layers before"
+            )
+        return with_tensors(given, values)
+
+
+def _version_of(tensor: Any) -> int:
+    """How often a tensor was changed in place; those of inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def unfit_code(where: str, error: Exception) -> ValueError:
+    """The error for code that needs the values of tensors that have none."""
+    return ValueError(
+        f"the code of the module or of {where} decides by values of tensors, which the other stages lack, as experts "
+        f"and a mask made of activations do ({type(error).__name__}): for experts of transformers give its "
+        "configuration experts_implementation='batched_mm', else make the mesh with pipeline=1"
+    )
 
 
 class Message:
@@ -183,18 +228,14 @@ class Survey:
         """Make the pass.  Raises TypeError or ValueError if the module or the function is unfit."""
         staged, loss = self._staged, None
         silent = nullcontext() if staged.cuts is None else staged.cuts.without_messages()
-        with staged.following(self), silent, staged.buffers_without_values(), torch.set_grad_enabled(trains):
+        without = staged.buffers_without_values(staged.layers)
+        with staged.following(self), silent, without, torch.set_grad_enabled(trains):
             try:
                 loss = function(staged.module, *arguments)
-            except _NEEDS_VALUES as error:  # a loss may look at its value
+            except NEEDS_VALUES as error:  # a loss may look at its value
                 if len(self.boundaries) < staged.count - 1:
-                    after = staged.layers[self._last].path if self._last >= 0 else "the beginning"
-                    raise ValueError(
-                        f"the code of the module or of {after!r} decides by values of tensors, which the other stages "
-                        f"lack, as experts and a mask made of activations do ({type(error).__name__}): for experts of "
-                        "transformers give its configuration experts_implementation='batched_mm', else make the mesh "
-                        "with pipeline=1"
-                    ) from error
+                    where = repr(staged.layers[self._last].path) if self._last >= 0 else "the beginning"
+                    raise unfit_code(where, error) from error
         if len(self.boundaries) < staged.count - 1:
             missing = staged.layers[staged.firsts[len(self.boundaries) + 1]].path
             raise ValueError(
@@ -238,10 +279,19 @@ class StagePass:
     """The pass of a micro-batch through the layers of one virtual stage.
 
     `received` are the tensors of its boundary.  After `run` it has `ends`, the tensors for the next stage, or of the
-    last stage its loss.
+    last stage its loss.  `products` has what `backward` leaves of the gradients of weights.
     """
 
-    def __init__(self, staged: StagedModule, survey: Survey, stage: int, received: Sequence[Any], trains: bool) -> None:
+    def __init__(
+        self,
+        staged: StagedModule,
+        survey: Survey,
+        stage: int,
+        received: Sequence[Any],
+        trains: bool,
+        products: WeightProducts | None = None,
+    ) -> None:
+        self.products = products
         self._staged = staged
         self._survey = survey
         self._stage = stage
@@ -254,13 +304,12 @@ class StagePass:
             self.gradients = [torch.zeros_like(each) for each in boundary.differentiable(received)]
             anchor = torch.empty((), requires_grad=True)
             self._received = list(_Received.apply(anchor, self._received, boundary.has_gradient, self.gradients))
-        self._values: dict[int, Any] = {}  # by the id of a tensor without values
-        self._unknown: list[Any] = []  # these, whose ids are in use
+        self._values = Values()
         self.ends: list[Any] = []
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
         staged = self._staged
-        with staged.following(self), torch.set_grad_enabled(self._trains):
+        with staged.following(self), torch.set_grad_enabled(self._trains), self.products or nullcontext():
             try:
                 loss = function(staged.module, *arguments)
             except PassEnd:
@@ -297,21 +346,13 @@ class StagePass:
                     f"{layer.path!r}, the first layer of a stage, is called without gradients in training, as by a "
                     "reentrant activation checkpoint: give use_reentrant=False"
                 )
-            self._unknown = _unknown_in(given)
-            self._values = dict(zip(map(id, self._unknown), self._received, strict=True))
+            for tensor, value in zip(_unknown_in(given), self._received, strict=True):
+                self._values.note(tensor, value)
         args, kwargs = self._with_values(given, layer.path)
         return staged.compute(number, args, kwargs)
 
     def _with_values(self, given: Any, path: str) -> Any:
-        given = with_tensors(given, self._values)
-        if _unknown_in(given):
-            first = self._staged.layers[self._staged.firsts[self._stage]].path
-            raise RuntimeError(
-                f"{path!r} gets a tensor that code outside of the layers has made of what earlier stages have, and "
-                f"{first!r}, the first layer of this stage, does not get it: give stages= a layer around both, or one "
-                "that gets all that follows from the layers before"
-            )
-        return given
+        return self._values.given_to(path, given, self._staged.layers[self._staged.firsts[self._stage]].path)
 
 
 class _Received(torch.autograd.Function):
@@ -350,16 +391,46 @@ class MicroBatch:
     loss_scale: float
     survey: Survey
     trains: bool
+    has_weights_apart: bool = False  # the backward pass leaves gradients of weights to another
+
+
+class StageErrors(DeferredError):
+    """The first error of this rank in its stages, of which its tensor ranks learn at once, and all at the end."""
+
+    def __init__(self, world: Axis, tensor: Axis) -> None:
+        super().__init__(world, transactional=False)
+        self._tensor = tensor
+        self._other_has_failed = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank has, or another tensor rank of its stages."""
+        return self.error is not None or self._other_has_failed
+
+    @contextmanager
+    def capture(self, alone: bool = True) -> Iterator[None]:
+        """Keep an error of the block, a pass, which all tensor ranks leave then. Collective over the tensor axis."""
+        with super().capture(alone):
+            try:
+                with left_together(self._tensor):
+                    yield
+            except OtherHasLeft:
+                self._other_has_failed = True
+
+    def raise_over(self, axis: Axis) -> None:
+        self._other_has_failed = False
+        super().raise_over(axis)
 
 
 class StageChunk:
     """One virtual stage, for `mpishard.pipeline.runtime`, whose arrays are bytes here.
 
-    An error on this rank goes to `errors`, which all stages of a rank share. From then on it computes nothing, and
-    sends messages without tensors, which the other stages hand on, so that all come to the end of the schedule.
+    An error on this rank goes to `errors`, which all stages of a rank share. From then on it computes nothing, as the
+    other tensor ranks, and sends messages without tensors, which the other stages hand on, so that all come to the end
+    of the schedule.
     """
 
-    def __init__(self, staged: StagedModule, virtual_stage: int, device: Any, errors: DeferredError) -> None:
+    def __init__(self, staged: StagedModule, virtual_stage: int, device: Any, errors: StageErrors) -> None:
         self.virtual_stage = virtual_stage
         self._staged = staged
         self._errors = errors
@@ -382,7 +453,8 @@ class StageChunk:
         if not self._has_failed(x):
             with self._errors.capture():
                 received = [] if x is None else survey.boundaries[stage].activations.unpack(x)
-                passed = StagePass(self._staged, survey, stage, received, batch.trains)
+                products = WeightProducts() if batch.has_weights_apart else None
+                passed = StagePass(self._staged, survey, stage, received, batch.trains, products)
                 passed.run(batch.function, batch.arguments)
                 if message is None:
                     output = passed.ends[0].detach() * batch.factor
@@ -390,8 +462,7 @@ class StageChunk:
                     message.pack(passed.ends, output)
                 if batch.trains:
                     work.kept["pass"] = passed
-                return output
-        if message is not None:
+        if message is not None and self._has_failed(x):
             message.pack_failure(output)
         return output
 
@@ -413,17 +484,21 @@ class StageChunk:
                 passed.backward(gradients)
                 if message is not None:
                     message.pack(passed.gradients, dx)
-                return dx
-        if message is not None:
+        if message is not None and (passed is None or self._has_failed(dy)):
             message.pack_failure(dx)
         return dx
 
     def _has_failed(self, message: Array | None) -> bool:
         """Return True if this rank, or the stage that has sent a message, has failed."""
-        return self._errors.error is not None or (message is not None and Message.has_failed(message))
+        return self._errors.has_failed or (message is not None and Message.has_failed(message))
 
     def input_gradient(self, dy: Array | None, work: Workspace, batch: MicroBatch) -> Array | None:
-        raise NotImplementedError("autograd computes both gradients in one pass")
+        passed: StagePass | None = work.kept.get("pass")
+        work.kept["products"] = None if passed is None else passed.products
+        return self.backward(dy, work, batch)
 
     def weight_gradient(self, work: Workspace) -> None:
-        raise NotImplementedError("autograd computes both gradients in one pass")
+        products: WeightProducts | None = work.kept.pop("products")
+        if products is not None and not self._errors.has_failed:
+            with self._errors.capture():
+                products.add()

@@ -7,15 +7,15 @@ fake tensors, and a layer calls back before it computes: `mpishard.torch.stage_p
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import update_wrapper
 from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mpishard.arguments import flag, listed
+from mpishard.arguments import flag, listed, mark
 from mpishard.comm.agreement import opening
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
@@ -64,15 +64,17 @@ class StagedModule:
         self._forms = {name: (p.shape, p.dtype) for name, p in self._tensors.items()}  # of whole ones
         self._stages = _stages_of(layers, self._tensors, self.count)
         self._check_trained()
-        self._forwards: list[Any] = []  # of the layers, by number
-        self._replaced: list[Any] = []  # these, where a layer had its own before, as one that tensor ranks divide
+        self._forwards: list[Any] = []  # of the layers, by number, and of the module
+        self._replaced: list[Any] = []  # these, where one had its own before, as a layer that tensor ranks divide
+        # What a call of the module without gradients returns, of its arguments.
+        self.forward: Callable[[tuple[Any, ...], Mapping[str, Any]], Any] | None = None
         self._places: dict[str, list[tuple[Any, str]]] = {}  # where an absent parameter is in the module
         self._fakes: dict[str, Any] = {}  # what is there now
         self._stage_of_buffer: dict[str, int] = {}
         self._buffers: dict[str, Any] = {}
         self._handles: list[Any] = []
         self._walk: Walk | None = None
-        self._summoned = False
+        self.is_summoned: bool = False  # layers compute by themselves, see `summoned`
         self._is_lost = False
 
     def _check_trained(self) -> None:
@@ -88,7 +90,7 @@ class StagedModule:
     def described(self) -> str:
         """The stages, as a short text that differs where they do."""
         text = " ".join(f"{layer.path}:{layer.stage}" for layer in self.layers)
-        return f"{len(self.layers)} layers [{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}]"
+        return f"{len(self.layers)} layers [{mark(text)}]"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -162,11 +164,12 @@ class StagedModule:
                     self._places.setdefault(name_of[id(p)], []).append((child._parameters, key))
         self._fakes = {name: self._without_values(name) for name in self._places}
         self._leave()
-        run = torch.compiler.disable(StagedModule._run)
-        for number, layer in enumerate(self.layers):
-            self._forwards.append(layer.module.forward)
-            self._replaced.append(vars(layer.module).get("forward"))
-            layer.module.forward = ModuleHook(run, self, number)
+        run, call = torch.compiler.disable(StagedModule._run), torch.compiler.disable(StagedModule._call)
+        runs = [(layer.module, ModuleHook(run, self, number)) for number, layer in enumerate(self.layers)]
+        for module, hook in (*runs, (self.module, ModuleHook(call, self))):
+            self._forwards.append(module.forward)
+            self._replaced.append(vars(module).get("forward"))
+            module.forward = update_wrapper(hook, module.forward)  # of whose arguments transformers looks for some
         refuse = ModuleHook(StagedModule._check_summoned, self)
         for child in self.module.modules():
             self._handles.append(child.register_state_dict_pre_hook(refuse))
@@ -185,16 +188,18 @@ class StagedModule:
         """
         if self._is_lost or not self._forwards:
             return
+        self.forward = None
         if not restores:
             self._is_lost = True
             return
         self._enter()
         for handle in self._handles:
             handle.remove()
-        for layer, replaced in zip(self.layers, self._replaced, strict=True):
-            del layer.module.forward
+        modules = [layer.module for layer in self.layers]
+        for module, replaced in zip((*modules, self.module), self._replaced, strict=True):
+            del module.forward
             if replaced is not None:
-                layer.module.forward = replaced
+                module.forward = replaced
         self._handles.clear()
         self._forwards.clear()
         self._replaced.clear()
@@ -204,11 +209,6 @@ class StagedModule:
         for name, stage in self._stage_of_buffer.items():
             broadcast_values(self._buffers[name], self._axis, self.place.runner(stage))
 
-    def check_not_summoned(self, what: str, would: str = "be undone at its end") -> None:
-        """Raise ValueError within `summoned`, as `ShardedModule.check_not_summoned`. Not collective."""
-        if self._summoned:
-            raise ValueError(f"{what} within summon_full_parameters would {would}: leave the context before")
-
     @contextlib.contextmanager
     def summoned(self, writeback: bool) -> Iterator[None]:
         """Give the module all parameters; at the end rank 0's values are those of all ranks, or are dropped.
@@ -216,20 +216,26 @@ class StagedModule:
         Those of tensor ranks stay cut, and what is written to them is for `CutModule.summoned` within. Collective over
         the mesh. Meanwhile layers compute by themselves.
         """
-        if self._summoned:
+        if self.is_summoned:
             yield
             return
         with opening(self.mesh.world, "summon_full_parameters") as same:
             same["writeback"] = flag("writeback", writeback)
+        with self.with_all_stages(writeback):
+            yield
+
+    @contextlib.contextmanager
+    def with_all_stages(self, writeback: bool) -> Iterator[None]:
+        """`summoned`, without its agreement; collective over the pipeline axis unless values are written back."""
         before = {} if writeback else {name: p.detach().clone() for name, p in self.held(self._tensors).items()}
         self._enter()
-        self._summoned = True
+        self.is_summoned = True
         try:
             yield
             for p in self._tensors.values() if writeback and self.cuts is None else ():
                 broadcast_values(p, self.mesh.world)
         finally:
-            self._summoned = False
+            self.is_summoned = False
             for name, values in before.items():
                 self._tensors[name].detach().copy_(values)
             self._leave()
@@ -272,10 +278,10 @@ class StagedModule:
                 self.cuts.end_pass()
 
     @contextlib.contextmanager
-    def buffers_without_values(self) -> Iterator[None]:
-        """A context in which the buffers of layers stay as they are: the module has others. Not collective."""
+    def buffers_without_values(self, layers: Iterable[StageLayer]) -> Iterator[None]:
+        """A context in which the buffers of some layers stay as they are: these have others. Not collective."""
         found = []
-        for layer in self.layers:
+        for layer in layers:
             for child in layer.module.modules():
                 found += [(child._buffers, key, each) for key, each in child._buffers.items() if each is not None]
         try:
@@ -290,17 +296,27 @@ class StagedModule:
         """The forward pass of a layer itself. Not collective."""
         return self._forwards[number](*args, **kwargs)
 
+    def compute_whole(self, args: Any, kwargs: Any) -> Any:
+        """The forward pass of the module, as a walk follows it. Not collective."""
+        return self._forwards[-1](*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of the module, as it is called: without gradients that of all stages."""
+        self._check_alive()
+        if self.forward is None or self._walk is not None or self.is_summoned or torch.is_grad_enabled():
+            return self.compute_whole(args, kwargs)
+        return self.forward(args, kwargs)
+
     def _run(self, number: int, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of a layer, as the module calls it."""
         self._check_alive()
-        if self._summoned:
+        if self.is_summoned:
             return self.compute(number, args, kwargs)
         if self._walk is None:
             raise RuntimeError(
                 f"under pipeline={self._axis.size} a rank has the layers of its stages only: call loss_and_gradient("
-                "function, *batch) or loss(function, *batch) of the optimizer of as_distributed, with "
-                "function(module, *batch); or the module within `with mpishard.torch.summon_full_parameters(module):`, "
-                "on all ranks"
+                "function, *batch) of the optimizer of as_distributed, with function(module, *batch); or without "
+                "gradients the module itself, and not its parts, within torch.no_grad(), on all ranks of a data rank"
             )
         return self._walk.call(number, args, kwargs)
 
@@ -313,7 +329,7 @@ class StagedModule:
 
     def _check_summoned(self, *_: Any, **__: Any) -> None:
         self._check_alive()
-        if not self._summoned:
+        if not self.is_summoned:
             raise RuntimeError(
                 f"under pipeline={self._axis.size} a rank has the parameters of its stages: call state_dict() or "
                 "load_state_dict() of the module within `with mpishard.torch.summon_full_parameters(module):`, on all "
@@ -337,6 +353,6 @@ def check_has_all_stages(module: Any) -> None:
         forward = vars(child).get("forward")
         if isinstance(forward, ModuleHook) and isinstance(forward.args[0], StagedModule):
             raise ValueError(
-                f"{plain_name(path)!r} is a layer of a stage: the optimizer of as_distributed, which has cut the "
-                "module, was collected as garbage; call its close() before, on all ranks"
+                f"{plain_name(path) or type(child).__name__} has the layers of a stage only: the optimizer of "
+                "as_distributed, which has cut it, was collected as garbage; call its close() before, on all ranks"
             )

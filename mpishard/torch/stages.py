@@ -37,7 +37,8 @@ def layers_of(module: Any, stages: Any, count: int) -> list[StageLayer]:
 
     `stages` has the names of the layers at which the second and later stages begin, or is a plan of transformers, whose
     keys are in the order of their calls; None: the module's own plan, or that it is a `Sequential` or has one list of
-    layers. Without names each stage gets equally many of the layers of the list.
+    layers. Without names each stage gets equally many of the layers of the lists; where these are fewer than stages, of
+    all layers that the plan names.
 
     What comes before and after the list belongs to the first and to the last stage. Submodules without parameters and
     persistent buffers are no layers, unless a stage begins there: each stage runs them.
@@ -57,7 +58,9 @@ def layers_of(module: Any, stages: Any, count: int) -> list[StageLayer]:
     if isinstance(stages, Mapping) or (stages is None and _own_plan(module, named)):
         found = _in_order(found, blocks)
     if cuts is None:
-        cuts = _even_cuts([path for path in blocks if _has_values(named[path])], count)
+        dealt = [path for path in blocks if _has_values(named[path])]
+        in_lists = [path for path in dealt if isinstance(named[path.rpartition(".")[0]], _LISTS)]
+        cuts = _even_cuts(in_lists if len(in_lists) >= count else dealt, count)
     elif len(cuts) != count - 1:
         raise ValueError(
             f"stages names {len(cuts)} layers at which a stage begins, which makes {len(cuts) + 1} stages, and the "

@@ -15,7 +15,7 @@ from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.launch.job_notes import raised_by_all
 from mpishard.torch.batch_norm import has_norms_over_ranks
-from mpishard.torch.gradient_hooks import CLIP, DROP, PASS, STEP, MeanHooks
+from mpishard.torch.loop_hooks import CLIP, DROP, PASS, STEP, MeanHooks
 
 if TYPE_CHECKING:
     from mpishard.torch.module_optimizer import ModuleOptimizer

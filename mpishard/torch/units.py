@@ -31,6 +31,12 @@ class ModuleHook(partial):
         return self.args[0].__reduce_ex__(protocol)
 
 
+def check_not_summoned(divided: Any, what: str, would: str = "be undone at its end") -> None:
+    """Raise ValueError where a module that ranks divide is whole now: `what` would not do what it says."""
+    if divided.is_summoned:
+        raise ValueError(f"{what} within summon_full_parameters would {would}: leave the context before")
+
+
 def uncompiled(module: Any) -> Any:
     """The module before `torch.compile`."""
     return getattr(module, "_orig_mod", module)

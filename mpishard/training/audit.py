@@ -8,6 +8,9 @@ is also the share of time.  `draw` says who computes what again, from the number
 digests of the gradient, before it is added to anything, and of the loss.  Where two differ all ranks compute that
 micro-batch, and the majority is right: `verdict`.
 
+In a step with such a round sums over ranks are checked, too: `SumsAgain` has each part of a sum added up by a second
+rank.  Where two differ the step's gradient is computed once more, and a third rank adds up that part.
+
 A bit may also flip in memory: `compare_replicas` compares what all ranks hold.
 """
 
@@ -33,7 +36,7 @@ from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.io import log
 from mpishard.layout.run_state import PARAMETERS
 from mpishard.parameters.buckets import Bucket
-from mpishard.record.audits import MENDED, promise
+from mpishard.record.audits import MENDED, SUMS, promise
 from mpishard.reduction.ordered import OrderedSums
 from mpishard.reduction.tree_sum import TermAssignment
 from mpishard.training.objective import Objective
@@ -113,6 +116,34 @@ def verdict(check: Check, first: tuple[int, int], again: Sequence[int]) -> list[
     return sorted(wrong)
 
 
+class SumsAgain:
+    """Has the sums of a step added up a second time: the part of each rank by the one `shift` ranks before it.
+
+    `digests`: by owner of a part, of the sum by the owner and by the other rank; 0 where others know them.
+    """
+
+    def __init__(self, sums: OrderedSums, axis: Axis, shift: int) -> None:
+        self.shift = shift
+        self.digests: np.ndarray = np.zeros((axis.size, 2), np.int64)
+        self._sums, self._axis = sums, axis
+        self._other = (axis.rank + shift) % axis.size  # whose part this rank adds up, too
+
+    def __call__(self, bucket: Bucket, partial: Sequence[Array], pieces: Sequence[int]) -> Callable[[Array], None]:
+        """Start to add up the other rank's part of a bucket, as `OrderedSums.look`.  Collective."""
+        again = OrderedSums(self._axis, partial[-1])
+        again.assignment = self._sums.assignment
+        first = sum(pieces[: self.shift])
+        turned = [arrays.joined([each[first:], each[:first]]) for each in partial]
+        found = arrays.empty(pieces[self._other], partial[-1].dtype, like=partial[-1])
+        pending = again.start(bucket, turned, [*pieces[self.shift :], *pieces[: self.shift]], found)
+
+        def tell(own: Array) -> None:
+            self.digests[self._axis.rank, 0] ^= _digest(own, bucket)
+            self.digests[self._other, 1] ^= _digest(pending.wait(), bucket)
+
+        return tell
+
+
 @known_to_all
 class WrongPart(RuntimeError):
     """Ranks have computed something differently: `ranks` wrongly, or none of them if there is no majority.
@@ -130,7 +161,7 @@ class WrongPart(RuntimeError):
 
 
 class AuditedRunner(StepRunner):
-    """A `StepRunner` some of whose micro-batches other ranks check, and which checks some of theirs.
+    """A `StepRunner` some of whose micro-batches and sums other ranks check, and which checks some of theirs.
 
     `share` is above 0 and at most 1.
     """
@@ -153,6 +184,7 @@ class AuditedRunner(StepRunner):
         self._digests = np.empty((0, 2), np.int64)  # of owner and auditor, by check; 0 where others know them
         self._numbers: dict[int, int] = {}  # of the checks of this rank's micro-batches
         self._part = -1  # whose gradient the reducer sees next
+        self._sums: SumsAgain | None = None
 
     @property
     def facts(self) -> dict[str, float | None]:
@@ -178,6 +210,7 @@ class AuditedRunner(StepRunner):
             )
         _agree_on_arithmetic(optimizer, audit)
         self._seen_right.clear()  # ranks have other numbers now
+        self._sums = None
 
     def _report(self) -> None:
         """Say on the first rank what is spent, and what it brings, if the number of ranks has changed."""
@@ -190,21 +223,33 @@ class AuditedRunner(StepRunner):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def losses_and_gradient(self, batch: np.ndarray) -> tuple[np.ndarray, int]:
-        """As that of `StepRunner`.  Raises WrongPart on all ranks where two have computed a micro-batch differently."""
+        """As that of `StepRunner`.  Raises WrongPart on all ranks where two have computed something differently."""
+        shift = 1 + key(0, "sums", self._step) % max(1, self.axis.size - 1)
+        found = self._checked_step(batch, shift)
+        if self._checks:
+            self._compare(batch)
+        return found
+
+    def _checked_step(self, batch: np.ndarray, shift: int) -> tuple[np.ndarray, int]:
+        """Compute losses and gradient, and digests of what is checked.  If anything is, the gradient is summed then."""
+        assert self.ordered is not None
+        self._report()
+        self._micro = micro_batches(batch, self.problem.micro_batch_size)
+        self._checks = draw(self._share, self._assignment(len(self._micro)), self._step)
+        if self._checks:
+            self._sums = self.ordered.look = SumsAgain(self.ordered, self.axis, shift)
         self.reducer.looks.append(self._look)
         try:
             found = super().losses_and_gradient(batch)
+            if self._checks:
+                self.reducer.finalize()
         finally:
             self.reducer.looks.remove(self._look)
-        if self._checks:
-            self._compare()
+            self.ordered.look = None
         return found
 
     def _forward_backward_terms(self, batch: np.ndarray, ordered: OrderedSums) -> np.ndarray:
         """Compute what this rank checks first, and have the reducer show what others check of its own."""
-        self._report()
-        self._micro = micro_batches(batch, self.problem.micro_batch_size)
-        self._checks = draw(self._share, self._assignment(len(self._micro)), self._step)
         self._digests = np.zeros((len(self._checks), 2), np.int64)
         self._part, self._numbers = -1, {}
         for number, check in enumerate(self._checks):
@@ -253,15 +298,21 @@ class AuditedRunner(StepRunner):
 
     # -- what comes of it ---------------------------------------------------------------------------------------------
 
-    def _compare(self) -> None:
+    def _compare(self, batch: np.ndarray) -> None:
         """Compare the step's digests, before anything comes of its gradients.  Collective over the data axis."""
+        assert self._sums is not None
         failed = self._deferred_error.error is not None  # all are about to raise it
-        shared = self.axis.all_reduce(np.append(self._digests.reshape(-1), failed), label="audit")
+        own = np.concatenate([self._digests, self._sums.digests]).reshape(-1)
+        shared = self.axis.all_reduce(np.append(own, failed), label="audit")
         if shared[-1]:
             return
-        for check, (first, second) in zip(self._checks, shared[:-1].reshape(-1, 2).tolist(), strict=True):
+        digests = shared[:-1].reshape(-1, 2).tolist()
+        for check, (first, second) in zip(self._checks, digests, strict=False):
             if first != second:
                 raise self._judged(check, (first, second))
+        sums = digests[len(self._checks) :]
+        if any(first != second for first, second in sums):
+            raise self._judged_sums(batch, sums)
         for check in self._checks:
             self._seen_right |= {check.owner: self._step, check.auditor: self._step}
 
@@ -271,26 +322,73 @@ class AuditedRunner(StepRunner):
         places, wrong = _places(self.axis), verdict(check, first, again)
         names = _names(places)
         part = f"micro-batch {check.part} of step {self._step} (samples {listed(self._micro[check.part])})"
-        asked = list(check[1:]) if wrong is None else wrong
-        # With a share of 1 all that was used had been seen right.
-        right = self._step - 1 if self._share == 1 else min(self._seen_right.get(rank, 0) for rank in asked)
-        facts = {"step": self._step, "micro_batch": check.part, "last_right": right, **_who(places, asked, wrong)}
-        if wrong is None:
-            more = "; with three ranks or more the odd one is found" if len(names) < 3 else ""
-            changed = [names[rank] for rank, found in zip(check[1:], first, strict=True) if found != again[rank]]
-            return WrongPart(
-                f"the audit found two results for {part}, of {names[check.owner]} and {names[check.auditor]}, and no "
-                f"majority for either; {' and '.join(changed) or 'neither'} found another one when asked again. Test "
-                f"their processors and memory{more}. A function that draws random numbers, or keeps anything between "
-                "calls, is no case for audit=",
-                facts,
-            )
+        facts = {"step": self._step, "micro_batch": check.part}
+        if wrong is not None:
+            return self._wrong(f"{part} computed", facts, places, wrong)
+        changed = [names[rank] for rank, found in zip(check[1:], first, strict=True) if found != again[rank]]
+        asked = f"{' and '.join(changed) or 'neither'} found another one when asked again. "
+        return self._undecided(part, facts, places, check[1:], asked)
+
+    def _judged_sums(self, batch: np.ndarray, sums: Sequence[tuple[int, int]]) -> WrongPart:
+        """Have third ranks add up the step's sums, and find who was wrong.  Collective over the data axis.
+
+        `sums`: by owner, the digests of the owner and of the other rank.
+        """
+        assert self._sums is not None
+        size, shift = self.axis.size, self._sums.shift
+        self.parameters.reset_gradients()
+        if self.costs is not None:
+            self.costs.begin(len(self._micro))  # what a rank has measured in this step the others do not know
+        self._checked_step(batch, shift % (size - 1) + 1)  # of two ranks there is no other
+        thirds = self.axis.all_reduce(self._sums.digests[:, 1].copy(), label="audit").tolist()
+        asked: set[int] = set()
+        wrong: set[int] = set()
+        for owner, (found, third) in enumerate(zip(sums, thirds, strict=True)):
+            pair = owner, (owner - shift) % size
+            if found[0] != found[1]:
+                asked.update(pair)
+                if size > 2 and third in found:
+                    wrong.add(pair[found[0] == third])
+        places, facts = _places(self.axis), {"step": self._step, "kind": SUMS}
+        what = f"sums of gradients of step {self._step}"
+        if wrong:
+            return self._wrong(f"{what} added up", facts, places, sorted(wrong))
+        return self._undecided(what, facts, places, sorted(asked))
+
+    def _wrong(
+        self, what: str, facts: Mapping[str, Any], places: Sequence[tuple[str, int]], ranks: Sequence[int]
+    ) -> WrongPart:
+        """The error that names the ranks that are wrong."""
+        right = self._last_right(ranks)
         seen = f"after step {right}, the last one in which it was seen right," if right else "before"
         used = f"steps and checkpoints {seen} may have wrong parts of it"
         if self._share == 1:
             used = "nothing that it computed wrongly was used"
-        text = f"the audit found {part} computed wrongly by {listed(names[rank] for rank in wrong)}; {used}"
-        return WrongPart(text, facts, wrong)
+        names = _names(places)
+        text = f"the audit found {what} wrongly by {listed(names[rank] for rank in ranks)}; {used}"
+        return WrongPart(text, {**facts, "last_right": right, **_who(places, ranks, ranks)}, ranks)
+
+    def _undecided(
+        self,
+        what: str,
+        facts: Mapping[str, Any],
+        places: Sequence[tuple[str, int]],
+        ranks: Sequence[int],
+        asked: str = "",
+    ) -> WrongPart:
+        """The error for ranks that differ without a majority."""
+        names = _names(places)
+        more = "; with three ranks or more the odd one is found" if len(names) < 3 else ""
+        return WrongPart(
+            f"the audit found two results for {what}, of {' and '.join(names[rank] for rank in ranks)}, and no "
+            f"majority for either; {asked}Test their processors and memory{more}. A function that draws random "
+            "numbers, or keeps anything between calls, is no case for audit=",
+            {**facts, "last_right": self._last_right(ranks), **_who(places, ranks, None)},
+        )
+
+    def _last_right(self, ranks: Sequence[int]) -> int:
+        """The last step in which all of these ranks were seen right; with a share of 1 all that was used had been."""
+        return self._step - 1 if self._share == 1 else min(self._seen_right.get(rank, 0) for rank in ranks)
 
 
 # What all ranks hold.
@@ -351,7 +449,7 @@ def compare_replicas(optimizer: ShardedOptimizer, note: Callable[[Mapping[str, A
 def _agree_on_arithmetic(optimizer: ShardedOptimizer, audit: str) -> None:
     """Raise ValueError on all ranks unless their processors and libraries give the same bits.  Collective."""
     remedy = f"leave {audit} out, or use nodes of one kind"
-    what, own = "arithmetic, whose bits an audit compares", optimizer.settings.numerics.own
+    what, own = "arithmetic, whose bits an audit compares", optimizer.settings.arithmetic.own
     agree_on_settings(optimizer.world, own, what=what, remedy=remedy)
 
 

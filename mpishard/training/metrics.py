@@ -84,15 +84,15 @@ _EVERY_S, _SHARE, _MOST_S = 5.0, 0.05, 60.0
 
 
 class ProgressBar:
-    """Progress of a run on stderr, as a live bar or as lines; shows nothing if `shown` is False (ranks above 0).
+    """Progress of a run on stderr, as a live bar or as lines; it `shows` nothing on ranks above 0.
 
     Under mpirun stderr is a pipe, not a terminal, so that users see lines there.  `done` is the number of steps before
     a resumed run.
     """
 
-    def __init__(self, total: int | None, shown: bool, unit: str = "step", done: int = 0) -> None:
-        self._live = shown and sys.stderr.isatty()
-        self.shown = shown
+    def __init__(self, total: int | None, shows: bool, unit: str = "step", done: int = 0) -> None:
+        self._live = shows and sys.stderr.isatty()
+        self._shows = shows
         self._total = total
         self._unit = unit
         self._began = time.perf_counter()
@@ -109,7 +109,7 @@ class ProgressBar:
         now = time.perf_counter()
         pause = min(max(_EVERY_S, _SHARE * (now - self._began)), _MOST_S)
         is_due = now - self._printed >= pause or self._done in (self._first + 1, self._total)
-        if self.shown and not self._live and is_due:
+        if self._shows and not self._live and is_due:
             self._printed = now
             self._print(note)
 
@@ -143,7 +143,7 @@ class StepReport:
     def show(self, done: int) -> None:
         """Show the progress on this rank from now on, with `done` steps so far."""
         if self.shows and self._bar is None:
-            self._bar = ProgressBar(self._steps, shown=True, done=done)
+            self._bar = ProgressBar(self._steps, shows=True, done=done)
 
     def step(
         self,

@@ -79,7 +79,7 @@ class TrainingRun:
             warn_if_initial_parameters_differ(optimizer.mesh, self.runner.parameters)
         self.runner.attach()
         self._replicas = check_replicas(optimizer) if audit == REPLICAS else None
-        optimizer.settings.note_micro_batches(problem.micro_batch_size)
+        optimizer.settings.arithmetic.note_micro_batches(problem.micro_batch_size)
         self.batches.begin_after(optimizer.state.batches)
         self._samples_before = self.batches.position
         self.losses = LossHistory(optimizer.axis)
@@ -333,7 +333,7 @@ class TrainingRun:
             "audit": self.runner.facts if isinstance(self.runner, AuditedRunner) else self._replicas,
             "resumed_steps": self._resumed_steps,
             "steps_before": self._steps_before,
-            **optimizer.settings.record,
+            **optimizer.settings.arithmetic.record,
             **self.problem.facts,
         }
 

@@ -89,7 +89,7 @@ def diagnose(answers: Sequence[Mapping[str, Any]], absent: Mapping[int, str], ra
     running = [rank for rank in causes if rank in by_rank and by_rank[rank]["state"] not in (ENDED, FAILED)]
     running = [rank for rank in running if not by_rank[rank]["file"]]
     mismatches = _mismatches(waits)
-    if not (running and _may_have_left(waits)):
+    if not (running and any(wait.op.lower() in _LEFT_EARLY for wait in waits.values())):
         found += mismatches
     left = {rank: by_rank[rank].get("code") for rank in causes if rank in by_rank and by_rank[rank]["state"] == ENDED}
     found += _ended(left, waits, awaited)
@@ -175,10 +175,6 @@ def _running(answer: Mapping[str, Any]) -> Finding:
 def _outside(wait: Wait) -> Finding:
     text = f"waits in {wait.what} at {wait.place} for processes of another job, as Spawn makes them: ask those, too"
     return Finding((wait.rank,), "outside", text)
-
-
-def _may_have_left(waits: Mapping[int, Wait]) -> bool:
-    return any(wait.op.lower() in _LEFT_EARLY for wait in waits.values())
 
 
 def _mismatches(waits: Mapping[int, Wait]) -> list[Finding]:
@@ -421,8 +417,8 @@ def _ranks(ranks: Iterable[int]) -> str:
 def _on(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
     """The hosts of ranks, such as `` on n1, n2``; empty if the job has one host, or these ranks all of several."""
     here, everywhere = ({hosts[rank] for rank in some if rank in hosts} for some in (ranks, hosts))
-    shown = sorted(here)[:_MOST]
-    return f" on {', '.join(shown)}{', ...' * (len(here) > _MOST)}" if here and here != everywhere else ""
+    first = sorted(here)[:_MOST]
+    return f" on {', '.join(first)}{', ...' * (len(here) > _MOST)}" if here and here != everywhere else ""
 
 
 def _verb(some: Sequence[Any], verb: str) -> str:

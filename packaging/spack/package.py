@@ -2,8 +2,9 @@
 
 import os
 
-from spack.package import default_args, depends_on, license, run_after, variant, version, which
 from spack_repo.builtin.build_systems.python import PythonPackage
+
+from spack.package import default_args, depends_on, license, run_after, variant, version, which
 
 
 class PyMpishard(PythonPackage):
@@ -19,7 +20,7 @@ class PyMpishard(PythonPackage):
 
     version("0.1.0", sha256="@SHA256@")
 
-    variant("kernels", default=True, description="Compile the kernels for the processor that installs it")
+    variant("kernels", default=True, description="Compile the kernels for the processor at hand")
 
     with default_args(type=("build", "run")):
         depends_on("python@3.11:")
@@ -36,11 +37,13 @@ class PyMpishard(PythonPackage):
         depends_on("py-typer@0.15.4:")
         depends_on("py-rich@13:")
 
+    # That of mpi4py, which an external may not name; its mpiexec starts the test.
+    depends_on("mpi", type="run")
     depends_on("py-setuptools@77:", type="build")
 
     @run_after("install", when="+kernels")
     def compile_kernels(self):
-        """Its users cannot write to the prefix; on another processor a process compiles for itself."""
+        """Users cannot write to the prefix; on another processor a process compiles itself."""
         path = filter(None, [self.module.python_purelib, os.environ.get("PYTHONPATH")])
         # The script, since `python -m` would find the sources in the working directory first.
         mpishard = which(self.prefix.bin.mpishard, required=True)

@@ -320,7 +320,7 @@ def strike(
     from mpishard.checkpoint import save as saving
     from mpishard.comm import json_exchange
     from mpishard.data_parallel import rule_state
-    from mpishard.elastic import healing, membership, resizing, spawning, transactions
+    from mpishard.elastic import loop, membership, resizing, spawning, transactions
 
     together = ("resize", "heal")  # in which spares take part
     faults = list(enumerate(case.faults))
@@ -411,13 +411,13 @@ def strike(
 
     spawning.JoiningProcess._tell = telling  # type: ignore[method-assign]
     before(resizing, "reshard_state", "heal", lambda **_: bool(deaths))
-    heal = healing.Healing.heal
+    heal = loop.heal
 
-    def note_healing(self: Any) -> Any:
-        deaths.append(self)
-        return heal(self)
+    def note_healing(run: Any) -> Any:
+        deaths.append(run)
+        return heal(run)
 
-    healing.Healing.heal = note_healing  # type: ignore[method-assign]
+    loop.heal = note_healing
     return hit
 
 

@@ -9,8 +9,9 @@ import mpishard
 from mpishard.torch.cut_module import CutModule
 from mpishard.torch.live_groups import groups_of
 from mpishard.torch.micro_batches import PipelinedPasses, PipelineSettings
-from mpishard.torch.module import ModuleTensors, state_of
+from mpishard.torch.module import state_of
 from mpishard.torch.module_optimizer import ModuleOptimizer
+from mpishard.torch.module_tensors import ModuleTensors
 from mpishard.torch.staged_module import StagedModule
 from mpishard.torch.stages import layers_of
 

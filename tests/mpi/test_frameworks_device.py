@@ -11,7 +11,7 @@ import os
 
 import numpy as np
 import pytest
-from devices import Device, make_device, use_over_mpi
+from devices import Device, use_over_mpi
 
 import mpishard
 from mpishard import AdamW, FlatParameters, ParameterSpec
@@ -22,13 +22,14 @@ pytestmark = pytest.mark.hardware
 STEPS, SAMPLES = 4, 24
 
 
-@pytest.fixture
-def place(monkeypatch):
-    """Each rank has a GPU of its own where there are as many."""
+@pytest.fixture(params=["cupy", "cupy-direct"])
+def place(request, monkeypatch):
+    """Each rank has a GPU of its own where there are as many; arrays are staged, or MPI gets their addresses."""
     if PLACE == "cpu":
+        if request.param == "cupy-direct":
+            pytest.skip("MPI gets addresses of the host anyway")
         return Device("numpy", np)
-    make_device("cupy")  # skips
-    return use_over_mpi("cupy", monkeypatch)
+    return use_over_mpi(request.param, monkeypatch)
 
 
 # -- PyTorch ----------------------------------------------------------------------------------------------------------

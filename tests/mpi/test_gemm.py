@@ -11,7 +11,7 @@ from mpishard.backend.gemm import choice, libraries
 from mpishard.backend.gemm.choice import VARIABLE, Choice
 from mpishard.backend.gemm.libraries import Offer
 from mpishard.comm.agreement import agree_on_gemm_libraries
-from mpishard.data_parallel.settings import ARITHMETIC
+from mpishard.data_parallel.arithmetic import ARITHMETIC
 
 VERSIONS = {"mkl": "2026.2", "onednn": "3.2.0"}
 OFFER = Offer(VERSIONS, intel=True, bfloat16=True)
@@ -103,7 +103,7 @@ def test_a_variable_that_differs_is_an_error_on_all_ranks(mesh, comm):
 def test_a_reproducible_run_records_the_libraries(optimizer):
     choice.activate(Choice.parse("float32.plain=mkl"))
     optimizer.step(np.ones(3), np.ones(3))
-    facts = optimizer.settings.numerics.own
+    facts = optimizer.settings.arithmetic.own
     assert facts["products"] == "float32.plain=mkl" and facts["libraries for products"] == "mkl 2026.2"
 
 
@@ -112,11 +112,11 @@ def test_a_rank_that_joins_a_reproducible_run_without_its_library_is_refused(mes
     optimizer.step(np.ones(3), np.ones(3))
     joined = comm.rank == comm.size - 1
     agree_on_gemm_libraries(mesh.world, NOTHING if joined else OFFER, "")
-    numerics = optimizer.settings.numerics
+    noted = optimizer.settings.arithmetic
     if joined:
-        numerics.note_products()
+        noted.note_products()
     with pytest.raises(ValueError, match=r"products is .*mkl on ranks? 0.*numpy on rank"):
-        numerics.agree(optimizer.config, mesh.world)
+        noted.agree(optimizer.config, mesh.world)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -162,11 +162,13 @@ def test_a_reproducible_run_keeps_its_libraries_whatever_a_later_mesh_has(mesh, 
     ours = str(choice.active())
     assert agreed(mesh, comm, NOTHING) == "numpy" != ours
     optimizer.step(parameters, np.ones(3))
-    assert str(choice.active()) == ours == optimizer.settings.numerics.own["products"]
+    assert str(choice.active()) == ours == optimizer.settings.arithmetic.own["products"]
 
 
 def test_a_run_that_resumes_where_other_libraries_multiply_is_told(optimizer):
     optimizer.step(np.ones(3), np.ones(3))
-    theirs = optimizer.settings.numerics.own | {"products": "numpy"}
+    theirs = optimizer.settings.arithmetic.own | {"products": "numpy"}
     with pytest.raises(ValueError, match=f"numpy there and {FASTER} here; set {VARIABLE}=numpy"):
-        optimizer.settings.check({"sharding.json": {"reproducible": True}, ARITHMETIC: theirs})
+        optimizer.settings.arithmetic.check(
+            {"sharding.json": {"reproducible": True}, ARITHMETIC: theirs}, optimizer.config
+        )

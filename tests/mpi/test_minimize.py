@@ -328,7 +328,7 @@ def test_a_checkpoint_goes_on_with_the_same_request(mesh, folder, method, option
     given = {"bounds": options.get("bounds")}
     expected = steps(ReverseCommunication(method, START, **given), 16)
     first = ReverseCommunication(method, START, mesh=mesh, **given)
-    assert np.array_equal(steps(first, 7), expected[:7]) and first.run.optimizer.clock == 7
+    assert np.array_equal(steps(first, 7), expected[:7]) and first.ranks.optimizer.clock == 7
     first.ask()
     first.save(folder)
     second = ReverseCommunication(method, np.zeros(SIZE), mesh=mesh, **given)

@@ -24,7 +24,7 @@ from mpishard import (
 )
 from mpishard.backend import array as arrays
 from mpishard.comm.ledger import all_reduce_elements
-from mpishard.data_parallel import settings
+from mpishard.data_parallel import arithmetic
 from mpishard.data_parallel.models import HybridShardedModel
 from mpishard.layout.tensors import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
@@ -313,9 +313,9 @@ def test_a_resume_with_other_micro_batches_is_refused_or_recorded(mesh, resumed,
 
 @pytest.mark.mpi(min_size=2)
 def test_ranks_with_other_kernels_are_told(mesh, monkeypatch, capsys):
-    facts = settings.arithmetic()
+    facts = arithmetic.arithmetic()
     kernels = "Zen" if mesh.rank == mesh.size - 1 else "Haswell"
-    monkeypatch.setattr(settings, "arithmetic", lambda: facts | {"BLAS kernels": kernels})
+    monkeypatch.setattr(arithmetic, "arithmetic", lambda: facts | {"BLAS kernels": kernels})
     with pytest.raises(ValueError, match=f"BLAS kernels is Haswell on rank.* Zen on rank {mesh.size - 1}"):
         run(DDPOptimizer, mesh, own_problem)
     run(DDPOptimizer, mesh, own_problem, allow_different_bits=True)

@@ -199,6 +199,22 @@ def test_batch_norms_over_the_ranks_are_those_of_the_whole_batch(mesh, momentum,
             norms[min(mesh.rank, 1)](torch.ones(2, 3))
 
 
+def test_the_derivative_of_a_batch_norm_over_the_ranks_and_its_gradient_are_adjoint(mesh):
+    """Of the derivative that of the whole batch; an odd number of samples on each rank."""
+    torch.manual_seed(0)
+    ends = [rank * rank for rank in range(mesh.size + 1)]
+    own = slice(*ends[mesh.rank : mesh.rank + 2])
+    x, dx, dy = (torch.randn(ends[-1], 3, 5, dtype=torch.float64) for _ in range(3))
+    layer = torch.nn.BatchNorm1d(3).double()
+    layer.weight.data, layer.bias.data = torch.randn(2, 3, dtype=torch.float64)
+    ours = mpishard.torch.convert_sync_batchnorm(copy.deepcopy(layer), mesh)
+    _, along = torch.autograd.functional.jvp(layer, x, dx)
+    x_own = x[own].requires_grad_()
+    (gradient,) = torch.autograd.grad(ours(x_own), x_own, dy[own])
+    products = mesh.data.all_reduce(np.array([(gradient * dx[own]).sum().item()]))
+    assert products[0] == pytest.approx((along * dy).sum().item(), abs=1e-12)
+
+
 def test_gradients_are_dropped_as_in_pytorch(mesh):
     """By zero_grad of the optimizer and of the module, after passes that no step uses."""
     module, x, y = make("convolutional")

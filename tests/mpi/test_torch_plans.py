@@ -17,6 +17,7 @@ from mpishard.nn.tensor_parallel import Copy, GatherColumns, Reduce, ScatterColu
 
 torch = pytest.importorskip("torch")
 from torch_architectures import ARCHITECTURES  # noqa: E402
+from torch_divided import Division, check_continuation, check_masters, check_steps  # noqa: E402
 from torch_models import assert_same_parameters  # noqa: E402
 from torch_plans import (  # noqa: E402
     HEADS,
@@ -28,6 +29,7 @@ from torch_plans import (  # noqa: E402
     fresh,
     loss_of,
     take_steps,
+    tensor_size,
     words_of,
 )
 
@@ -37,11 +39,18 @@ from mpishard.torch.tensor_ops import moved  # noqa: E402
 @pytest.fixture
 def tensor_mesh(comm):
     """Two tensor ranks where they divide the ranks, else all; copies on ranks are compared after every step."""
-    with Mesh(comm, tensor=2 if comm.size % 2 == 0 else comm.size, debug=True) as mesh:
+    with Mesh(comm, tensor=tensor_size(comm), debug=True) as mesh:
         yield mesh
 
 
 needs_ranks = pytest.mark.mpi(min_size=2)
+
+
+def distributed(module, mesh, **options):
+    return mpishard.torch.as_distributed(module, mesh, RULE, **{"plan": PLAN, **options})
+
+
+TENSOR = Division(fresh, distributed, take_steps)
 
 
 # Operations and their adjoints.
@@ -104,17 +113,14 @@ def test_steps_are_those_of_one_process(tensor_mesh, zero):
     mesh, whole = tensor_mesh, fresh()
     module = fresh(seed=mesh.rank)
     units = {"shard_units": type(module.layers[0])} if zero == 3 else {}
-    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=zero, plan=PLAN, **units)
+    optimizer = distributed(module, mesh, zero=zero, **units)
     if mesh.tensor.size > 1:
         spec = next(spec for spec in optimizer.parameters.specs if spec.name == "layers.0.k.weight")
         rows = [stop - start for (start, stop), _ in spec.parts]
         heads = split(HEADS, mesh.tensor.size)
         assert rows == [4 * (b - a) for a, b in zip(heads, heads[1:], strict=False)]
         assert optimizer.parameters["layers.0.k.weight"].shape[0] == rows[mesh.tensor.rank] if zero < 3 else True
-    expected = take_steps(whole, adamw(whole), range(10))
-    losses = take_steps(module, optimizer, range(10), mesh.data)
-    means = mesh.data.all_reduce(np.array(losses)) / mesh.data.size
-    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-12)
+    check_steps(take_steps, module, optimizer, mesh.data, whole, adamw(whole), range(10))
     optimizer.close()
     assert_same_parameters(module, whole)
     torch.testing.assert_close(module(words_of(3)[:, :-1]), whole(words_of(3)[:, :-1]), rtol=0, atol=1e-12)
@@ -124,7 +130,7 @@ def test_steps_are_those_of_one_process(tensor_mesh, zero):
 def test_layers_with_one_input_share_the_sum_of_its_gradient(tensor_mesh):
     """A layer has five groups of them: queries, keys and values; up; gates; mix, which is gathered; and the head."""
     module = fresh()
-    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=PLAN, check_plan=False)
+    optimizer = distributed(module, tensor_mesh, check_plan=False)
     tensor_mesh.ledger.clear()
     loss_of(module, words_of(0)).backward()
     calls = {name: found["calls"] for name, found in tensor_mesh.ledger.summary().items() if "activation" in name}
@@ -203,73 +209,18 @@ def test_what_all_ranks_have_whole_drops_out_the_same_elements(comm):
 # States on other ranks.
 
 
-def emptied():
-    """The module without the values that a checkpoint has; frozen parameters are in none."""
-    module = fresh()
-    for p in module.parameters():
-        p.detach().mul_(0 if p.requires_grad else 1)
-    return module
-
-
 @pytest.mark.parametrize(
     ("zero", "other_zero"),
     [(0, 1), *(pytest.param(*each, marks=pytest.mark.full) for each in ((3, 2), (1, 0), (2, 3)))],
 )
 def test_a_run_continues_on_other_ranks(comm, folder, zero, other_zero):
-    """From tensor ranks to data ranks and back, by a checkpoint, by state_dict, and by a state of PyTorch."""
-    tensor = 2 if comm.size % 2 == 0 else comm.size
-    whole = fresh()
-    theirs = adamw(whole)
-    take_steps(whole, theirs, range(6))
-    with Mesh(comm, tensor=tensor) as mesh, Mesh(comm) as data_mesh:
-        module = fresh()
-        first = mpishard.torch.as_distributed(module, mesh, RULE, zero=zero, plan=PLAN)
-        take_steps(module, first, range(2), mesh.data)
-        first.save_checkpoint(folder / "first")
-        states = first.state_dict(), first.state_dict("torch")
-        with mpishard.torch.summon_full_parameters(module):
-            values = copy.deepcopy({name: value.clone() for name, value in module.state_dict().items()})
-        assert values["layers.0.up.weight"].shape == (7, WIDTH)
-        second = emptied()
-        optimizer = mpishard.torch.as_distributed(second, data_mesh, RULE, zero=other_zero)
-        optimizer.load_checkpoint(folder / "first")
-        words = [words_of(step) for step in (2, 3)]
-        for each in words:  # all samples on each rank: the mean of their means
-            optimizer.zero_grad()
-            loss_of(second, each).backward()
-            optimizer.step()
-        optimizer.save_checkpoint(folder / "second")
-        optimizer.close()
-        take_steps(module, first, range(2, 4), mesh.data)
-        first.load_checkpoint(folder / "second")
-        take_steps(module, first, range(4, 6), mesh.data)
-        first.close()
-        assert_same_parameters(module, whole)
-        for state in states:
-            again = emptied()
-            optimizer = mpishard.torch.as_distributed(again, mesh, RULE, zero=other_zero, plan=PLAN)
-            with mpishard.torch.summon_full_parameters(again):
-                again.load_state_dict(values)
-            optimizer.load_state_dict(state)
-            take_steps(again, optimizer, range(2, 6), mesh.data)
-            optimizer.close()
-            assert_same_parameters(again, whole)
+    with Mesh(comm, tensor=tensor_size(comm)) as mesh, Mesh(comm) as data_mesh:
+        check_continuation(TENSOR, mesh, data_mesh, folder, zero, other_zero, other_zero)
 
 
 @needs_ranks
 def test_parameters_of_half_precision_keep_their_masters(tensor_mesh, folder):
-    module = fresh().bfloat16()
-    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=PLAN)
-    take_steps(module, optimizer, range(2), tensor_mesh.data)
-    state = optimizer.state_dict()
-    assert state["masters"]["layers.1.o.weight"].shape == (WIDTH, 12)
-    optimizer.save_checkpoint(folder)
-    optimizer.close()
-    other = emptied().bfloat16()
-    again = mpishard.torch.as_distributed(other, tensor_mesh, RULE, plan=PLAN)
-    again.load_checkpoint(folder)
-    again.close()
-    assert_same_parameters(other, module, atol=0)
+    check_masters(TENSOR, tensor_mesh, folder)
 
 
 # Modules as they are there.
@@ -316,7 +267,7 @@ def test_activation_checkpoints_and_gradients_of_their_recomputation(tensor_mesh
 @needs_ranks
 def test_a_cut_module_says_what_it_cannot_do(tensor_mesh):
     module = fresh()
-    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=PLAN)
+    optimizer = distributed(module, tensor_mesh)
     for use in (module.state_dict, lambda: module.load_state_dict({}), module.layers[0].state_dict):
         with pytest.raises(RuntimeError, match=f"tensor={tensor_mesh.tensor.size}"):
             use()
@@ -324,7 +275,7 @@ def test_a_cut_module_says_what_it_cannot_do(tensor_mesh):
         with pytest.raises(TypeError, match="summon_full_parameters"):
             use(module)
     with pytest.raises(ValueError, match="another optimizer"):
-        mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=PLAN)
+        distributed(module, tensor_mesh)
     with pytest.raises(ValueError, match="tensor=1 within join"), mpishard.torch.join(optimizer):
         pass
     with pytest.raises(IndexError, match=f"{WORDS} rows"):
@@ -341,13 +292,13 @@ def test_a_cut_module_says_what_it_cannot_do(tensor_mesh):
     with pytest.raises(RuntimeError, match="close"):
         module(words_of(0))
     with pytest.raises(ValueError, match="close"):
-        mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=PLAN)
+        distributed(module, tensor_mesh)
 
 
 @needs_ranks
 def test_samples_that_differ_between_tensor_ranks_are_refused(tensor_mesh):
     module = fresh()
-    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=PLAN)
+    optimizer = distributed(module, tensor_mesh)
     with pytest.raises(ValueError, match=r"mesh\.data\.rank"):
         module(words_of(tensor_mesh.rank))
     optimizer.close()
@@ -358,7 +309,7 @@ def test_a_plan_without_the_norm_of_heads_is_found_in_the_first_step(tensor_mesh
     module = fresh()
     before = copy.deepcopy(module)
     plan = {key: style for key, style in PLAN.items() if key != "layers.*.norm"}
-    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=plan)
+    optimizer = distributed(module, tensor_mesh, plan=plan)
     loss_of(module, words_of(0)).backward()
     with pytest.raises(ValueError, match=r"layers\.0\.norm\.weight.*replicated_with_grad_allreduce"):
         optimizer.step()
@@ -372,7 +323,7 @@ def test_a_sum_of_gradients_that_are_the_same_is_found_in_the_first_step(tensor_
     module = fresh()
     before = copy.deepcopy(module)
     plan = PLAN | {"last": "replicated_with_grad_allreduce"}
-    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=plan)
+    optimizer = distributed(module, tensor_mesh, plan=plan)
     loss_of(module, words_of(0)).backward()
     with pytest.raises(ValueError, match=r"gradients of last\.weight, last\.bias are the same.*give 'replicate'"):
         optimizer.step()
@@ -418,7 +369,7 @@ def _odd_is_refused(x, y):
 def test_code_that_mixes_cut_features_is_found_in_the_first_pass(tensor_mesh, zero, function, features, kept, message):
     module = fresh(kind=Between, function=function, features=features, kept=kept)
     before = copy.deepcopy(module)
-    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, zero=zero, plan=BETWEEN)
+    optimizer = distributed(module, tensor_mesh, zero=zero, plan=BETWEEN)
     x = torch.linspace(-1, 1, 4 * WIDTH).double().reshape(4, WIDTH)
     for _ in range(2):
         with pytest.raises(ValueError, match=message) as caught:
@@ -429,7 +380,7 @@ def test_code_that_mixes_cut_features_is_found_in_the_first_pass(tensor_mesh, ze
     optimizer.close()
     assert_same_parameters(module, before, atol=0)
     if features % 2 == 0:
-        optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, zero=zero, plan=BETWEEN, check_plan=False)
+        optimizer = distributed(module, tensor_mesh, zero=zero, plan=BETWEEN, check_plan=False)
         module(x)
         optimizer.close()
 
@@ -439,7 +390,7 @@ def test_a_tensor_that_is_whole_beside_cut_features_is_found_in_the_first_step(t
     """Numbers of the pass are right, and gradients are not: of this tensor each rank has a term."""
     module = fresh(kind=Between, function=lambda x, y: y * x.mean(-1, keepdim=True), features=12, kept=12)
     torch.nn.init.ones_(module.down.weight)
-    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=BETWEEN)
+    optimizer = distributed(module, tensor_mesh, plan=BETWEEN)
     module(torch.linspace(-1, 1, 4 * WIDTH).double().reshape(4, WIDTH)).square().sum().backward()
     with pytest.raises(ValueError, match="gradients of the input of 'up'.*differ"):
         optimizer.step()
@@ -449,7 +400,7 @@ def test_a_tensor_that_is_whole_beside_cut_features_is_found_in_the_first_step(t
 @needs_ranks
 def test_the_check_of_a_pass_leaves_no_trace_and_says_where_it_was_not_made(tensor_mesh, capsys):
     module = fresh(kind=Between, function=lambda x, y: torch.tanh(y), features=12, kept=12)
-    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, RULE, plan=BETWEEN)
+    optimizer = distributed(module, tensor_mesh, plan=BETWEEN)
     x = torch.ones(4, WIDTH).double()
     state = torch.get_rng_state()
     module(x, cache=object()).sum().backward()
@@ -483,7 +434,7 @@ def test_plans_that_do_not_fit_are_refused_on_all_ranks(tensor_mesh, options, me
     if options["plan"] is not None and tensor_mesh.rank:
         options = {**options, "plan": PLAN} if "materialize" not in options else options
     with pytest.raises(kind, match=message):
-        mpishard.torch.as_distributed(module, tensor_mesh, RULE, **options)
+        distributed(module, tensor_mesh, **options)
     module.load_state_dict(fresh().state_dict())
 
 
@@ -493,7 +444,7 @@ def test_workers_are_refused(comm, tensor_mesh):
         with pytest.raises(ValueError, match="sync_every"):
             mpishard.torch.as_distributed(fresh(), tensor_mesh, optimizer, plan=PLAN)
     with Mesh(comm) as mesh:  # a plan for any number of ranks
-        mpishard.torch.as_distributed(fresh(), mesh, RULE, plan=PLAN).close()
+        distributed(fresh(), mesh).close()
         with pytest.raises(ValueError, match="nothing"):
             mpishard.torch.as_distributed(fresh(), mesh, RULE, plan={"nothing": "colwise"})
 
@@ -515,9 +466,7 @@ def test_inputs_that_are_packed_in_one_layer(tensor_mesh):
 
     mesh, whole, module = tensor_mesh, fresh(kind=Pair), fresh(kind=Pair)
     plan = {"one": "colwise", "other": "colwise", "both": "packed_rowwise"}
-    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, plan=plan)
-    losses = take_steps(module, optimizer, range(3), mesh.data)
-    means = mesh.data.all_reduce(np.array(losses)) / mesh.data.size
-    np.testing.assert_allclose(means, take_steps(whole, adamw(whole), range(3)), rtol=0, atol=1e-12)
+    optimizer = distributed(module, mesh, plan=plan)
+    check_steps(take_steps, module, optimizer, mesh.data, whole, adamw(whole), range(3))
     optimizer.close()
     assert_same_parameters(module, whole)

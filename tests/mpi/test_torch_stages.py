@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
+import itertools
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import mpishard
 from mpishard import Mesh, ShardingConfiguration
 
 torch = pytest.importorskip("torch")
+from torch_divided import Division, check_continuation, check_masters, check_norm, check_steps  # noqa: E402
 from torch_models import assert_same_parameters  # noqa: E402
 from torch_plans import PLAN, RULE, adamw, fresh, loss_of, take_steps, words_of  # noqa: E402
 from torch_stages import KINDS, made, sequential, take_micro_steps, virtual_stages  # noqa: E402
@@ -37,6 +40,9 @@ def distributed(module, mesh, rule=RULE, **options):
     return mpishard.torch.as_distributed(module, mesh, rule, **{"microbatches": 3, **options})
 
 
+STREAMS = Division(lambda: made("streams"), distributed, take_micro_steps)
+
+
 # Steps.
 
 
@@ -56,10 +62,7 @@ def test_steps_are_those_of_one_process(pipeline_mesh, name, zero):
     ranks = pipeline_mesh.pipeline.size
     held = sum(p.untyped_storage().nbytes() for p in optimizer._state.all_trained.values() if p.numel())
     assert ranks == 1 or len(optimizer.parameters) < len(optimizer.parameters.specs) and held
-    expected = take_steps(whole, adamw(whole), range(10))
-    losses = take_micro_steps(module, optimizer, range(10), pipeline_mesh.data)
-    means = pipeline_mesh.data.all_reduce(np.array(losses)) / pipeline_mesh.data.size
-    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-12)
+    check_steps(take_micro_steps, module, optimizer, pipeline_mesh.data, whole, adamw(whole), range(10))
     with mpishard.torch.summon_full_parameters(module, writeback=False):
         assert loss_of(module, words_of(11)).item() == pytest.approx(loss_of(whole, words_of(11)).item(), abs=1e-12)
     assert optimizer.loss(loss_of, words_of(11)) == pytest.approx(loss_of(whole, words_of(11)).item(), abs=1e-12)
@@ -67,54 +70,58 @@ def test_steps_are_those_of_one_process(pipeline_mesh, name, zero):
     assert_same_parameters(module, whole, atol=1e-12)
 
 
-@pytest.mark.full
+OTHER_SCHEDULES = [("zb-h1", 0), ("gpipe", 0), ("interleaved", 0)]
+
+
 @needs_ranks
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
-def test_other_schedules(pipeline_mesh, schedule):
+@pytest.mark.parametrize(
+    ("schedule", "zero"), [("zb-h1", 2), *(pytest.param(*each, marks=pytest.mark.full) for each in OTHER_SCHEDULES)]
+)
+def test_other_schedules(pipeline_mesh, schedule, zero):
     chunks = 2 if schedule == "interleaved" else 1
-    whole, module = fresh(layers=6), fresh(layers=6)
-    optimizer = distributed(module, pipeline_mesh, schedule=schedule, chunks=chunks, microbatches=4)
-    expected = take_steps(whole, adamw(whole), range(3))
-    losses = take_micro_steps(module, optimizer, range(3), pipeline_mesh.data)
-    means = pipeline_mesh.data.all_reduce(np.array(losses)) / pipeline_mesh.data.size
-    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-12)
+    layers = chunks * pipeline_mesh.pipeline.size
+    whole, module = fresh(layers=layers), fresh(layers=layers)
+    optimizer = distributed(module, pipeline_mesh, zero=zero, schedule=schedule, chunks=chunks, microbatches=4)
+    check_steps(take_micro_steps, module, optimizer, pipeline_mesh.data, whole, adamw(whole), range(3))
     optimizer.close()
     assert_same_parameters(module, whole, atol=1e-12)
 
 
 @pytest.mark.parametrize("zero", [0, *variants.full(2)])
 def test_the_norm_is_that_of_the_whole_gradient(pipeline_mesh, zero):
-    """Of tied tensors once; two batches without sums between them, by the method and by the setting."""
-    config = ShardingConfiguration(pipeline_mesh, max_gradient_norm=0.3)
-    whole, module = made("streams"), made("streams")
-    theirs, optimizer = adamw(whole), distributed(module, config, zero=zero)
-    axis = pipeline_mesh.data
-    for step in range(2):
-        theirs.zero_grad()
-        (loss_of(whole, words_of(step)) + loss_of(whole, words_of(step + 7))).backward()
-        expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5).item()
-        torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.3)
-        theirs.step()
-        with optimizer.no_sync():
-            optimizer.loss_and_gradient(loss_of, words_of(step, axis.rank, axis.size))
-        optimizer.loss_and_gradient(loss_of, words_of(step + 7, axis.rank, axis.size))
-        assert optimizer.clip_grad_norm_(0.5).item() == pytest.approx(expected, rel=1e-12)
-        optimizer.step()
-    optimizer.close()
-    torch.testing.assert_close(dict(module.named_parameters()), dict(whole.named_parameters()), rtol=1e-6, atol=1e-9)
+    check_norm(STREAMS, pipeline_mesh, zero)
 
 
 @pytest.mark.full
 @needs_ranks
 def test_steps_of_an_optimizer_of_pytorch(pipeline_mesh):
     whole, module = made("streams"), made("streams")
-    expected = take_steps(whole, adamw(whole), range(3))
     optimizer = distributed(module, pipeline_mesh, adamw(module))
-    losses = take_micro_steps(module, optimizer, range(3), pipeline_mesh.data)
-    means = pipeline_mesh.data.all_reduce(np.array(losses)) / pipeline_mesh.data.size
-    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-12)
+    check_steps(take_micro_steps, module, optimizer, pipeline_mesh.data, whole, adamw(whole), range(3))
     optimizer.close()
     assert_same_parameters(module, whole, atol=1e-12)
+
+
+def test_what_stages_send_and_what_comes_back_is_adjoint(comm):
+    """The loss is linear in each layer: the product of its values and of its gradient is the loss, of whole numbers."""
+    if comm.size > 4:
+        pytest.skip("the numbers grow with the layers")
+    random, widths = np.random.default_rng(0), [5, 7, 3, 9, 1, 7][: comm.size + 2]
+
+    def drawn(*shape):
+        return torch.from_numpy(random.integers(-4, 5, shape).astype(float))
+
+    module = torch.nn.Sequential(*(torch.nn.Linear(*ends, bias=False) for ends in itertools.pairwise(widths))).double()
+    for p in module.parameters():
+        p.data = drawn(*p.shape)
+    before, x, dy = copy.deepcopy(module), drawn(5, widths[0]), drawn(5, widths[-1])
+    with Mesh(comm, data=1, pipeline=comm.size) as mesh:
+        optimizer = distributed(module, mesh, mpishard.SGD(lr=1.0))
+        loss = optimizer.loss_and_gradient(lambda module, x, dy: (module(x) * dy).sum(), x, dy, reduction="sum")
+        optimizer.step(count=1)
+        optimizer.close()
+    for p, after in zip(before.parameters(), module.parameters(), strict=True):
+        assert (p * (p - after)).sum().item() == loss
 
 
 def test_stages_of_layers_that_tensor_ranks_divide(comm):
@@ -131,6 +138,78 @@ def test_stages_of_layers_that_tensor_ranks_divide(comm):
         optimizer.close()
         assert_same_parameters(module, whole, atol=1e-12)
         torch.testing.assert_close(module(words_of(3)[:, :-1]), whole(words_of(3)[:, :-1]), rtol=0, atol=1e-12)
+
+
+# Calls without gradients.
+
+
+@pytest.mark.parametrize("name", ["streams", *variants.full("sequential", "llama", "gpt2")])
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, *variants.full(torch.inference_mode)])
+def test_a_call_without_gradients_returns_on_all_ranks_what_the_module_does(pipeline_mesh, name, without_gradients):
+    """Other samples, and other numbers of them, on each data rank."""
+    if name in ("llama", "gpt2"):
+        pytest.importorskip("transformers")
+    whole, module = made(name), made(name)
+    optimizer, rank = distributed(module, pipeline_mesh), pipeline_mesh.data.rank
+    with without_gradients():
+        for _ in range(1 + rank):
+            found, expected = (each(words_of(rank)[: 3 + rank, : 2 + rank]) for each in (module, whole))
+            found, expected = (getattr(each, "logits", each) for each in (found, expected))
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    optimizer.close()
+    assert list(inspect.signature(module.forward).parameters) == list(inspect.signature(whole.forward).parameters)
+
+
+GREEDY, OTHER_WAYS = {}, [dict(num_beams=2), dict(use_cache=False), dict(output_hidden_states=True)]
+
+
+@pytest.mark.parametrize("options", [GREEDY, *variants.full(*OTHER_WAYS)], ids=lambda options: next(iter(options), ""))
+@pytest.mark.parametrize("name", ["gpt2", *variants.full("llama")])
+def test_models_of_transformers_continue_texts_as_in_one_process(pipeline_mesh, name, options):
+    """By keys and values that each stage keeps of its layers; texts of other lengths on each data rank."""
+    pytest.importorskip("transformers")
+    whole, module = made(name).eval(), made(name).eval()
+    optimizer, rank = distributed(module, pipeline_mesh), pipeline_mesh.data.rank
+    words = words_of(rank)[:2, : 2 + rank]
+    mask = torch.ones_like(words)
+    mask[0, 0] = 0
+    options = dict(
+        attention_mask=mask, max_new_tokens=4 + rank, do_sample=False, return_dict_in_generate=True, **options
+    )
+    found, expected = (each.generate(words, **options) for each in (module, whole))
+    assert torch.equal(found.sequences, expected.sequences)
+    if "output_hidden_states" in options:
+        for own, theirs in zip(found.hidden_states, expected.hidden_states, strict=True):
+            torch.testing.assert_close(own, theirs, rtol=0, atol=1e-12)
+    optimizer.close()
+
+
+@needs_ranks
+def test_an_error_in_a_call_without_gradients_is_raised_on_all_ranks(pipeline_mesh):
+    """In the last stage of one data rank, of different samples, and of what has no values there."""
+    mesh, module, whole = pipeline_mesh, made("streams"), made("streams")
+    optimizer = distributed(module, mesh)
+    left = []
+
+    def fail(layer, args):
+        if left:
+            raise ValueError(left.pop())
+
+    is_last = mesh.pipeline.rank == mesh.pipeline.size - 1
+    handle = module.layers[3].linear.register_forward_pre_hook(fail)
+    with torch.no_grad():
+        if mesh.data.rank == 0:
+            left += ["no such layer"] if is_last else []
+            with pytest.raises(ValueError, match="no such layer"):
+                module(words_of(0))
+        with pytest.raises(ValueError, match=r"tensor 0 of the inputs"):
+            module(words_of(mesh.pipeline.rank))
+        torch.testing.assert_close(module(words_of(0)), whole(words_of(0)), rtol=0, atol=1e-12)
+        module.head.register_forward_hook(lambda layer, args, found: found if found.sum() > 0 else found)
+        with pytest.raises(ValueError, match="decides by values"):
+            module(words_of(0))
+    handle.remove()
+    optimizer.close()
 
 
 # Errors on one stage.
@@ -188,71 +267,61 @@ def test_an_error_on_one_stage_is_raised_on_all_and_training_goes_on(pipeline_me
     assert_same_parameters(module, whole, atol=1e-12)
 
 
+@needs_ranks
+@pytest.mark.parametrize("where", ["layer", "gradient", "call", *variants.full("loss")])
+def test_an_error_of_one_tensor_rank_of_a_stage_is_raised_on_all(comm, where):
+    """In its first micro-batch, while the others are in a sum over the tensor axis, or at the end of the pass."""
+    if comm.size > 3:
+        pytest.skip("three heads; test_torch_cut_stages.py has stages on several ranks")
+    left = []
+
+    def count(*_):
+        if left and not left.pop():
+            raise ValueError(f"nothing comes of the {where}")
+
+    def function(module, words):
+        loss = loss_of(module, words)
+        if where == "loss":
+            count()
+        return loss
+
+    with Mesh(comm, tensor=comm.size, debug=True) as mesh:
+        whole, module = fresh(), fresh()
+        optimizer = virtual_stages(module, mesh, 2, plan=PLAN)
+        if where in ("layer", "call"):
+            module.layers[1].down.register_forward_pre_hook(count)
+        elif where == "gradient":
+            module.layers[0].q.weight.register_hook(count)
+        for step in range(3):
+            if step == 1:
+                left[:] = [False] * (mesh.rank == mesh.size - 1)
+                with pytest.raises(ValueError, match=f"nothing comes of the {where}"):
+                    if where == "call":
+                        with torch.no_grad():
+                            module(words_of(step))
+                    else:
+                        optimizer.loss_and_gradient(function, words_of(step))
+            optimizer.loss_and_gradient(function, words_of(step))
+            optimizer.step()
+        take_steps(whole, adamw(whole), range(3))
+        optimizer.close()
+        assert_same_parameters(module, whole, atol=1e-12)
+
+
 # States on other ranks.
-
-
-def emptied(name):
-    """The module without the values that a checkpoint has."""
-    module = made(name)
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.detach().zero_()
-    return module
 
 
 @pytest.mark.parametrize(("zero", "other_zero"), [(0, 1), pytest.param(2, 0, marks=pytest.mark.full)])
 def test_a_run_continues_on_other_ranks(comm, folder, zero, other_zero):
-    """From pipeline ranks to data ranks and back, by a checkpoint, by state_dict, and by a state of PyTorch."""
-    whole = made("streams")
-    take_steps(whole, adamw(whole), range(6))
     with Mesh(comm, pipeline=pipeline_of(comm)) as mesh, Mesh(comm) as data_mesh:
-        module = made("streams")
-        first = distributed(module, mesh, zero=zero)
-        take_micro_steps(module, first, range(2), mesh.data)
-        first.save_checkpoint(folder / "first")
-        states = first.state_dict(), first.state_dict("torch")
-        with mpishard.torch.summon_full_parameters(module):
-            values = copy.deepcopy({name: value.clone() for name, value in module.state_dict().items()})
-        assert all(int(values[f"layers.{number}.calls"]) for number in range(4))
-        second = emptied("streams")
-        optimizer = distributed(second, data_mesh, zero=other_zero)
-        optimizer.load_checkpoint(folder / "first")
-        for step in (2, 3):  # all samples on each rank: the mean of their means
-            optimizer.loss_and_gradient(loss_of, words_of(step))
-            optimizer.step()
-        optimizer.save_checkpoint(folder / "second")
-        optimizer.close()
-        take_micro_steps(module, first, range(2, 4), mesh.data)
-        first.load_checkpoint(folder / "second")
-        take_micro_steps(module, first, range(4, 6), mesh.data)
-        first.close()
-        assert_same_parameters(module, whole, atol=1e-12)
-        for state in states:
-            again = emptied("streams")
-            optimizer = distributed(again, mesh, zero=other_zero)
-            with mpishard.torch.summon_full_parameters(again):
-                again.load_state_dict(values)
-            optimizer.load_state_dict(state)
-            take_micro_steps(again, optimizer, range(2, 6), mesh.data)
-            optimizer.close()
-            assert_same_parameters(again, whole, atol=1e-12)
+        values = check_continuation(STREAMS, mesh, data_mesh, folder, zero, other_zero, other_zero)
+    assert all(int(values[f"layers.{number}.calls"]) for number in range(4))
 
 
 @pytest.mark.full
 @needs_ranks
 def test_parameters_of_half_precision_keep_their_masters(pipeline_mesh, folder):
-    module = made("streams").bfloat16()
-    optimizer = distributed(module, pipeline_mesh)
-    take_micro_steps(module, optimizer, range(2), pipeline_mesh.data)
-    state = optimizer.state_dict()
-    assert set(state["masters"]) == set(optimizer._state.all_trained)
-    optimizer.save_checkpoint(folder)
-    optimizer.close()
-    for load in (lambda each: each.load_state_dict(state), lambda each: each.load_checkpoint(folder)):
-        other = emptied("streams").bfloat16()
-        again = distributed(other, pipeline_mesh)
-        load(again)
-        again.close()
-        assert_same_parameters(other, module, atol=0)
+    check_masters(STREAMS, pipeline_mesh, folder)
 
 
 # What is refused.
@@ -291,7 +360,7 @@ def test_a_module_in_stages_says_what_it_cannot_do(pipeline_mesh):
     ("options", "message"),
     [
         (dict(zero=3), "zero=3"),
-        (dict(schedule="zb-h1"), "zb-h1"),
+        (dict(schedule="fast"), "'fast'"),
         (dict(chunks=2), "chunk"),
         (dict(stages=["nothing"]), "'nothing'"),
         (dict(microbatches=0), "microbatches"),
@@ -318,5 +387,5 @@ def test_meshes_and_settings_that_do_not_go_with_stages(comm, pipeline_mesh):
     frozen[0].requires_grad_(False)
     with pytest.raises(ValueError, match="pipeline rank 0 would have no parameter"):
         distributed(frozen, pipeline_mesh, stages=["2", "4"][: pipeline_mesh.pipeline.size - 1])
-    with Mesh(comm) as mesh, pytest.raises(ValueError, match="zb-h1"):
-        distributed(sequential(), mesh, schedule="zb-h1")
+    with Mesh(comm) as mesh, pytest.raises(ValueError, match="'fast'"):
+        distributed(sequential(), mesh, schedule="fast")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import mpishard
-from mpishard.backend.compiled import HostFunction
+from mpishard.backend.jit_function import HostFunction
 from mpishard.cli import compile as command
 from mpishard.cli import main
 from mpishard.nn import kernels as layers
@@ -45,13 +45,13 @@ tempfile._candidate_tempdir_list = lambda: []
 # A step of that formula: its result, and how often Numba has loaded it and compiled it.
 STEP = """
 import numpy as np
-from mpishard.backend import jit
+from mpishard.backend import numba_cache
 from mpishard.backend.array import accumulate
 
 total = np.ones(3, np.float32)
 accumulate(total, total.copy())
 stats = accumulate._host.dispatcher().stats
-print(total.sum(), sum(stats.cache_hits.values()), sum(stats.cache_misses.values()), jit._file() is not None)
+print(total.sum(), sum(stats.cache_hits.values()), sum(stats.cache_misses.values()), numba_cache._file() is not None)
 """
 # Numba compiles for a processor without the instructions of this one.
 OTHER_PROCESSOR = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
@@ -94,7 +94,7 @@ def test_what_was_compiled_is_loaded_where_the_variable_names_it(kernels: Path, 
     assert {file: file.read_bytes() for file in files(kernels)} == before
 
 
-KEPT = "from mpishard.backend import jit; print(*jit.kept_in(), sep='\\n')"
+KEPT = "from mpishard.backend import numba_cache; print(*numba_cache.kept_in(), sep='\\n')"
 
 
 def test_where_kernels_are_is_known(kernels: Path, tmp_path: Path) -> None:
@@ -123,7 +123,11 @@ def test_another_processor_compiles_for_itself_into_its_own_folder(kernels: Path
 def test_kernels_of_a_processor_are_not_those_of_another(kernels: Path, tmp_path: Path) -> None:
     """Also where somebody has given them its name: the key in the index says for which processor they are."""
     (of_processor,) = kernels.iterdir()
-    name = run("from mpishard.backend import jit; print(jit._processor())", own=tmp_path / "own", **OTHER_PROCESSOR)
+    name = run(
+        "from mpishard.backend import numba_cache; print(numba_cache._processor())",
+        own=tmp_path / "own",
+        **OTHER_PROCESSOR,
+    )
     assert name != of_processor.name
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / name).symlink_to(of_processor)
@@ -190,7 +194,7 @@ def test_every_kernel_of_the_package_is_compiled(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(HostFunction, "expect", note)
     monkeypatch.setattr(HostFunction, "__call__", call)
     monkeypatch.setattr(command, "compile_expected", lambda: None)
-    monkeypatch.setattr(command.jit, "_into", None)
+    monkeypatch.setattr(command.numba_cache, "_into", None)
     for group in (layers.GROUP, layers.LLAMA_GROUP):
         monkeypatch.setattr(group, "_begun", set())
     assert main(["compile", "--into", str(tmp_path)]) == 0

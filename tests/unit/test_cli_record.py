@@ -509,15 +509,15 @@ class TestAudits:
     LINES = (
         {"step": 16, "start": 1, "micro_batch": 5, **OUT},
         {"step": 20, "start": 1, "kind": "parameters", **OUT, "last_right": 10, "outcome": "mended"},
-        {"step": 21, "start": 1, "micro_batch": 0, "wrong": [], "differ": [FIRST, SECOND], "outcome": "stopped"},
+        {"step": 21, "start": 1, "kind": "sums", "wrong": [], "differ": [FIRST, SECOND], "outcome": "stopped"},
         {"step": 22, "start": 1, "kind": "parameters"},  # of another program
         {"step": 23, "wrong": [{"rank": 1}], "kind": ""},
     )
     TEXTS = (
         "step 16: rank 1 on n2 (pid 8) computed micro-batch 5 wrongly; right after step 12; it works no more",
         "step 20: rank 1 on n2 (pid 8) held wrong parameters; right after step 10; it took those of the others",
-        "step 21: rank 0 on n2 (pid 7) and rank 1 on n2 (pid 8) computed micro-batch 0 differently, and no majority "
-        "says which is right; the run has ended",
+        "step 21: rank 0 on n2 (pid 7) and rank 1 on n2 (pid 8) added up gradients differently, and no majority says "
+        "which is right; the run has ended",
     )
 
     @pytest.fixture
@@ -545,7 +545,7 @@ class TestAudits:
         ("audit", "text"),
         [
             ({"every": 10, "mean_steps": 5.5, "most_steps": 10}, "compared every 10 steps; .* after 5.5 steps on av"),
-            ({"share": 1.0, "mean_steps": 1.0, "most_steps": 1}, "all micro-batches are computed twice"),
+            ({"share": 1.0, "mean_steps": 1.0, "most_steps": 1}, "all micro-batches and sums are computed twice"),
             ({"share": 0.1, "mean_steps": None, "most_steps": None}, "there is one worker"),
             (None, "none"),
             ("replicas", "none"),

@@ -20,8 +20,9 @@ import mpishard
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import Ledger
 from mpishard.elastic import transactions as agreements
-from mpishard.elastic.membership import Member, Membership, Peer, Roles
+from mpishard.elastic.membership import Membership
 from mpishard.elastic.phases import TRANSITIONS, Phase, PhaseEvent, next_phase
+from mpishard.elastic.roles import Member, Peer, Roles
 from mpishard.elastic.spawning import BOOT, command, flush_output
 from mpishard.elastic.transactions import ResizeMetadata, RunStatus, Transactions, buddies, needs_copy
 from mpishard.launch.detection import CELL_OPTION

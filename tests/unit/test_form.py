@@ -160,7 +160,7 @@ BOXES, RUN, GPT = "layout/boxes.py", "training/run.py", "nn/models.py"
         (RUN, "import mpishard", "imports mpishard, the public face"),
         ("pipeline/schedule/actions.py", "from mpishard.pipeline import runtime", "imports pipeline (floor 6)"),
         (GPT, "import cupy.cuda", "may import cupy"),
-        ("backend/jit.py", "import cupy", "may import cupy"),
+        ("backend/numba_cache.py", "import cupy", "may import cupy"),
         (GPT, "LIBRARY = OptionalLibrary(title='cuDNN', module='cudnn')", "may import cudnn"),
         ("attic.py", "import os", "package 'attic' has no floor"),
         (GPT, "from mpishard.nn.linear import Linear\nfrom . import linear\nimport numpy", ""),

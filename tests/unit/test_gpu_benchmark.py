@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ def run(output: Path, *options: str) -> dict[str, Any]:
     # With PYTHONSAFEPATH a script's folder is not on the path.
     path = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=variables)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((output / "results.json").read_text())
 
@@ -40,7 +41,7 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.full
 def test_parts_of_one_process_on_numpy(tmp_path: Path) -> None:
-    parts = ("facts", "bandwidth", "training", "trace", "checkpoint", "minimize")
+    parts = ("facts", "bandwidth", "training", "trace", "checkpoint", "minimize", "sanitizer")
     results = run(tmp_path, "--module", "numpy", "--small", "--only", *parts)
     assert results["facts"]["versions"]["numpy"] and results["facts"]["mpi"]["library"]
     assert results["bandwidth"]["device copy"]["to_copy"] == 1
@@ -57,8 +58,12 @@ def test_parts_of_one_process_on_numpy(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_parts_on_ranks_on_the_stand_in(tmp_path: Path) -> None:
-    results = run(tmp_path, "--module", "standin", "--small", "--only", "all_reduce", "memory")
-    assert results["all_reduce"]["ranks"] == 2 and results["all_reduce"]["to_sum_of_parts"] > 0
+    results = run(tmp_path, "--module", "standin", "--small", "--only", "all_reduce", "pointers", "inverse", "memory")
+    assert results["all_reduce"]["ranks"] == 2 and results["all_reduce"]["sizes"]["1024"]["to_sum_of_parts"] > 0
+    pointers = results["pointers"]["ranks"]["2"]
+    assert [len(pointers[kind]["apart"]) for kind in ("calls", "training", "minimize and torch")] == [48, 6, 3]
+    assert not any(value for each in pointers.values() for value in each.get("apart", {}).values())
+    assert len(results["inverse"]["kinds"]) == 3 if importlib.util.find_spec("torch") else 2
     memory = results["memory"]["ranks"]["2"]
     assert list(memory) == ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
     assert all(each["peak"] > 0 for each in memory.values())
@@ -334,3 +339,77 @@ def test_the_mpi_of_a_prefix_is_taken(tools: Any, tmp_path: Path, environ: Calla
     for launcher in (given, tools.Launcher(None, 9)):
         assert launcher.mpirun == str(tmp_path / "bin" / "mpirun")
         assert launcher.environment["LD_LIBRARY_PATH"].split(":")[0] == str(tmp_path / "lib")
+
+
+def test_of_intels_mpi_what_runs_is_kept_and_told_of_the_driver(
+    tools: Any, tmp_path: Path, monkeypatch: Any, environ: Callable[..., None]
+) -> None:
+    import gpu_intel_mpi
+
+    kept = {"bin/mpiexec.hydra": 0o755, "lib/libmpi.so.12": 0o644, "opt/mpi/etc/tuning_spr_shm.dat": 0o644}
+    with zipfile.ZipFile(tmp_path / "impi_rt.whl", "w") as wheel:
+        for name in (*kept, "lib/libmpi.so.12.0.0", "bin/IMB-MPI1", "opt/mpi/etc/tuning_spr_shm-ofi.dat"):
+            wheel.writestr(f"impi_rt-1.data/data/{name}", "0123")
+        wheel.writestr("impi_rt-1.dist-info/METADATA", "")
+    assert gpu_intel_mpi.unpack(tmp_path / "impi_rt.whl", tmp_path / "impi") == 12
+    found = {path for path in (tmp_path / "impi").rglob("*") if path.is_file()}
+    assert {str(path.relative_to(tmp_path / "impi")): path.stat().st_mode & 0o777 for path in found} == kept
+    environ(I_MPI_OFFLOAD=None, I_MPI_FABRICS=None)
+    for driver in (False, True):
+        monkeypatch.setattr(sys.modules["gpu_launcher"], "has_driver", lambda driver=driver: driver)
+        variables = tools.Launcher(tmp_path / "impi", 9).environment
+        assert (variables["I_MPI_FABRICS"], variables.get("I_MPI_OFFLOAD")) == ("shm", "1" if driver else None)
+    environ(I_MPI_OFFLOAD="0")
+    assert tools.Launcher(tmp_path / "impi", 9).environment["I_MPI_OFFLOAD"] == "0"
+
+
+def test_a_trial_of_device_pointers_that_fails_is_shown(tools: Any, tmp_path: Path) -> None:
+    class Launcher:
+        environment: dict[str, str] = {}
+
+        def run(self, arguments: list[str], ranks: int, limit: float) -> tuple[int | None, str]:
+            return -11, "True\n"  # the blocking form alone
+
+        def child(self, name: str, setting: Any, kind: str, ranks: int) -> Any:
+            if kind == "copies":
+                return {"by rank": [{"4096 bytes, by address": [["to the host", 0], ["to the device", 1]]}] * ranks}
+            return {"exact": kind != "minimize and torch", "apart": {"one": 0.0, "other": 1e-7}}
+
+    setting = tools.Setting("cupy", output=str(tmp_path))
+    results = tools.run_parts(Launcher(), setting, {"pointers": tools.part_pointers})
+    assert results["pointers"]["failed"].count("True, exit code -11") == 4
+    assert Launcher.environment["I_MPI_OFFLOAD_IPC"] == "0"
+    setting = tools.Setting("numpy", output=str(tmp_path / "numpy"))
+    Path(setting.output).mkdir()
+    failures = tools.run_parts(Launcher(), setting, {"pointers": tools.part_pointers})["pointers"]["failures"]
+    assert failures["calls on 4 ranks, other"] == "apart by 1.0e-07" and len(failures) == 4
+    text = (Path(setting.output) / "tables.md").read_text()
+    assert "| 4 | calls | 2 | 1 | 1.0e-07 | yes |" in text and "| 4 | 3 | 4096 bytes, by address | 0 | 1 |" in text
+
+
+def test_faults_that_a_sanitizer_names_are_counted(tools: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    class Launcher(tools.Launcher):
+        def run(self, arguments: list[str], ranks: int, limit: float, under: Any = ()) -> tuple[int | None, str]:
+            ends = {
+                "memcheck": (0, "ERROR SUMMARY: 3 errors"),
+                "racecheck": (0, "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"),
+                "initcheck": (None, ""),
+                "synccheck": (1, "ERROR SUMMARY: 0 errors"),
+            }
+            code, text = ends[under[2]]
+            return code, f'{{"losses": [1.0]}}\n========= {text}\n'
+
+    (tmp_path / "compute-sanitizer").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    setting = tools.Setting("cupy", small=True, output=str(tmp_path))
+    found = tools.run_parts(Launcher(None, 9), setting, {"sanitizer": tools.PARTS["sanitizer"]})["sanitizer"]
+    assert sorted(found["failures"]) == [f"{tool}, GPT/float32" for tool in ("initcheck", "memcheck", "synccheck")]
+    assert "| memcheck, GPT/float32 | 3 |" in tools.gpu_tables.sanitizer(found, {})
+
+
+def test_a_table_of_a_graph_says_where_a_capture_has_ended(tools: Any) -> None:
+    kinds = {"loss": {"error": "CUDARuntimeError: capture", "where": "mpishard/backend/streams.py:140", "waits": []}}
+    kinds |= {"passes": {"seconds": {"eager": 0.02, "graph": 0.01}, "equal": True, "waits": ["a.py:1"] * 2}}
+    text = tools.gpu_tables.graph({"kinds": kinds}, {})
+    assert "| CUDARuntimeError: capture | mpishard/backend/streams.py:140 |" in text
+    assert "| 20.00 | 10.00 | yes |" in text and text.count("- a.py:1") == 1

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mpishard.backend import jit
-from mpishard.backend.compiled import HostFunction
+from mpishard.backend import numba_cache
 from mpishard.backend.exact import combine
 from mpishard.backend.exact_gram import ExactGram, exponents, gram, gram_words, solve
 from mpishard.backend.exact_rows import Factor, sorted_words, words_with
+from mpishard.backend.jit_function import HostFunction
 from mpishard.minimizers.gram import Gram, prepare_all
 from mpishard.minimizers.space import LocalSpace
 
@@ -230,11 +230,11 @@ def test_kernels_are_called_as_announced(monkeypatch, dtype):
     call = HostFunction.__call__
 
     def record(kernel, arguments, scalars=()):
-        called.add((kernel, jit.types_of((*arguments, *scalars))))
+        called.add((kernel, numba_cache.types_of((*arguments, *scalars))))
         return call(kernel, arguments, scalars)
 
     def announce(kernel, arguments, scalars=()):
-        announced.add((kernel, jit.types_of((*arguments, *scalars))))
+        announced.add((kernel, numba_cache.types_of((*arguments, *scalars))))
 
     monkeypatch.setattr(HostFunction, "__call__", record)
     monkeypatch.setattr(HostFunction, "expect", announce)

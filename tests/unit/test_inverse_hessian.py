@@ -79,7 +79,7 @@ def test_it_is_the_inverse_of_the_matrix_of_the_pairs(given, maxiter):
     optimizer = ReverseCommunication("L-BFGS-B", START, **given)
     while (request := optimizer.ask()) is not None:
         optimizer.tell(*rosenbrock(request.x))
-    minimizer = optimizer.run.minimizer
+    minimizer = optimizer.ranks.minimizer
     history, root = minimizer.history, np.sqrt(minimizer.limits.scaling if minimizer.limits.scaling is not None else 1)
     pairs = [*history.order, *history.opened_rows[:1]]
     steps, changes = history.rows[pairs], history.rows[[history.most + pair for pair in pairs]]
@@ -141,13 +141,13 @@ def test_pairs_without_curvature_are_no_part_of_it():
     optimizer = ReverseCommunication("L-BFGS-B", START, options={"maxiter": 6})
     while (request := optimizer.ask()) is not None:
         optimizer.tell(*rosenbrock(request.x))
-    history = optimizer.run.minimizer.history
+    history = optimizer.ranks.minimizer.history
     newest, older = history.opened_rows[0], history.order[0]
     history.rows[history.most + newest] *= -1
-    assert InverseOfPairs(optimizer.run.minimizer).origin == "5 pairs"
+    assert InverseOfPairs(optimizer.ranks.minimizer).origin == "5 pairs"
     history.rows[[older, history.most + older]] = np.nan
     with np.errstate(invalid="ignore"):
-        assert InverseOfPairs(optimizer.run.minimizer).origin == "4 pairs"
+        assert InverseOfPairs(optimizer.ranks.minimizer).origin == "4 pairs"
 
 
 # Of Newton methods.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpishard import nn
-from mpishard.backend.compiled import HostFunction
+from mpishard.backend.jit_function import HostFunction
 from mpishard.nn import kernels
 from mpishard.nn.kernel_groups import exp, wide_vectors
 from mpishard.nn.kernels import Array

@@ -23,7 +23,7 @@ from mpishard import (
 from mpishard.inverse.stencils import forward, forward_adjoint
 from mpishard.inverse.total_variation import TotalVariations
 from mpishard.inverse.unknowns import Unknowns
-from mpishard.minimizers.proximal import Model, ModelHistory
+from mpishard.minimizers.proximal_quasi_newton import Model, ModelHistory
 from mpishard.minimizers.space import LocalSpace
 
 TIGHT = {"gtol": 1e-9, "ftol": 0.0}

@@ -19,13 +19,13 @@ from threadpoolctl import threadpool_limits
 import mpishard
 from mpishard import SGD, DDPOptimizer, Mesh, OptimizationProblem, ShardingConfiguration, nn
 from mpishard.backend import process
-from mpishard.backend.compiled import KERNELS
 from mpishard.backend.garbage import no_garbage_collection, objects_stay
+from mpishard.backend.jit_function import KERNELS
 from mpishard.backend.process import arithmetic, cpu_quota
 from mpishard.comm.agreement import fingerprint
-from mpishard.data_parallel.settings import ARITHMETIC, DIFFERENT_BITS, Numerics
+from mpishard.data_parallel.arithmetic import ARITHMETIC, DIFFERENT_BITS, Arithmetic
 from mpishard.elastic.mesh_choice import MeshSizes
-from mpishard.elastic.optimizer import MeshLimits
+from mpishard.elastic.mesh_limits import MeshLimits
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 
@@ -194,15 +194,15 @@ def parameters_of(specs=None, sums_by_mpi=False, **place):
 def taken(mesh, parameters=None, **options):
     """The facts of parameters, and a configuration."""
     config = ShardingConfiguration(mesh, **({"reproducible": True} | options))
-    numerics = Numerics()
-    numerics.take(parameters_of() if parameters is None else parameters, config, mesh.world)
-    numerics.own["micro_batch_size"] = "3"
-    return numerics, config
+    noted = Arithmetic()
+    noted.take(parameters_of() if parameters is None else parameters, config, mesh.world)
+    noted.own["micro_batch_size"] = "3"
+    return noted, config
 
 
-def saved(numerics, **changes):
+def saved(noted, **changes):
     """Facts of a checkpoint, of which some are others."""
-    return {"sharding.json": {"reproducible": True}, "steps": 7, ARITHMETIC: {**numerics.own, **changes}}
+    return {"sharding.json": {"reproducible": True}, "steps": 7, ARITHMETIC: {**noted.own, **changes}}
 
 
 def test_the_facts_are_of_this_process_now():
@@ -234,7 +234,7 @@ def test_shards_are_those_of_the_tensors_or_of_the_tensor_ranks(mesh):
 def test_an_elastic_run_has_the_tensor_sizes_from_which_a_checkpoint_can_go_on(mesh, sums_by_mpi, options):
     split = [ParameterSpec("a", (4, 6), tensor_dim=1)]
     parameters, wide = (parameters_of(split, sums_by_mpi, tensor_rank=0, tensor_size=size) for size in (1, 2))
-    (numerics, config), (other, _) = taken(mesh, parameters, **options), taken(mesh, wide, **options)
+    (noted, config), (other, _) = taken(mesh, parameters, **options), taken(mesh, wide, **options)
     problem = OptimizationProblem(lambda *_: 0.0, parameters, 8, 8, steps=1)
     why_not = MeshLimits(DDPOptimizer(SGD(0.1), config), problem)
     assert why_not(MeshSizes(1)) == ""
@@ -242,10 +242,10 @@ def test_an_elastic_run_has_the_tensor_sizes_from_which_a_checkpoint_can_go_on(m
     if sums_by_mpi and not options:
         assert why_not(MeshSizes(1, tensor=2)).startswith(refused)
         with pytest.raises(ValueError, match="shards is 1 there and 1 on 2 tensor ranks"):
-            other.check(saved(numerics), config)
+            other.check(saved(noted), config)
     else:
         assert why_not(MeshSizes(1, tensor=2)) == ""
-        other.check(saved(numerics), config)
+        other.check(saved(noted), config)
 
 
 CHANGES = {
@@ -260,26 +260,26 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_other_facts_are_refused_with_both_sides_and_the_way_out(mesh, name):
     then, remedy = CHANGES[name]
-    numerics, config = taken(mesh)
-    numerics.check(saved(numerics), config)
+    noted, config = taken(mesh)
+    noted.check(saved(noted), config)
     with pytest.raises(ValueError, match="allow_different_bits=True") as caught:
-        numerics.check(saved(numerics, **{name: then}), config)
-    assert f"{name} is {then} there and {numerics.own[name]} here" in str(caught.value)
+        noted.check(saved(noted, **{name: then}), config)
+    assert f"{name} is {then} there and {noted.own[name]} here" in str(caught.value)
     assert remedy in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_they_are_allowed_and_recorded(mesh, capsys):
-    numerics, config = taken(mesh, allow_different_bits=True)
-    facts = saved(numerics, shards="4") | {DIFFERENT_BITS: ["from step 3 on something"]}
-    numerics.check(facts, config)
-    numerics.note(facts, config, rank=0)
-    numerics.restore(facts)
+    noted, config = taken(mesh, allow_different_bits=True)
+    facts = saved(noted, shards="4") | {DIFFERENT_BITS: ["from step 3 on something"]}
+    noted.check(facts, config)
+    noted.note(facts, config, rank=0)
+    noted.restore(facts)
     assert "shards is 4 there and 1 here" in capsys.readouterr().err
-    assert numerics.facts[DIFFERENT_BITS][0] == "from step 3 on something"
-    assert numerics.facts[DIFFERENT_BITS][1].startswith("from step 7 on")
-    assert numerics.facts[ARITHMETIC] == numerics.own
-    assert len(numerics.facts[DIFFERENT_BITS]) == 2
+    assert noted.facts[DIFFERENT_BITS][0] == "from step 3 on something"
+    assert noted.facts[DIFFERENT_BITS][1].startswith("from step 7 on")
+    assert noted.facts[ARITHMETIC] == noted.own
+    assert len(noted.facts[DIFFERENT_BITS]) == 2
 
 
 LATER = {"of a later version": "x", "kernels": str(KERNELS)}
@@ -287,24 +287,24 @@ LATER = {"of a later version": "x", "kernels": str(KERNELS)}
 
 @pytest.mark.parametrize("facts", [{}, {ARITHMETIC: 3}, {ARITHMETIC: LATER}])
 def test_a_checkpoint_without_facts_goes_on_with_a_line(mesh, capsys, facts):
-    numerics, config = taken(mesh)
+    noted, config = taken(mesh)
     facts = {"sharding.json": {"reproducible": True}, "steps": 7, **facts}
-    numerics.check(facts, config)
-    numerics.note(facts, config, rank=0)
+    noted.check(facts, config)
+    noted.note(facts, config, rank=0)
     told = capsys.readouterr().err
     assert told.count("\n") == (not isinstance(facts.get(ARITHMETIC), dict))
-    assert not numerics.changes
+    assert not noted.changes
 
 
 def test_only_reproducible_runs_compare(mesh, capsys):
     """One that was not goes on with a line."""
     for now in (True, False):
-        numerics, config = taken(mesh, reproducible=now)
-        facts = saved(numerics, shards="4") | {"sharding.json": {"reproducible": not now}}
-        numerics.check(facts, config)
-        numerics.note(facts, config, rank=0)
+        noted, config = taken(mesh, reproducible=now)
+        facts = saved(noted, shards="4") | {"sharding.json": {"reproducible": not now}}
+        noted.check(facts, config)
+        noted.note(facts, config, rank=0)
         assert ("holds from step 7 on" in (said := capsys.readouterr().err)) == now and bool(said) == now
-        assert now or numerics.facts[ARITHMETIC]["shards"] == "1"
+        assert now or noted.facts[ARITHMETIC]["shards"] == "1"
 
 
 class Ranks:
@@ -324,16 +324,16 @@ class Ranks:
 
 
 def test_ranks_of_one_job_that_differ_are_told(mesh, capsys):
-    numerics, config = taken(mesh)
-    ranks = Ranks({**numerics.own, "BLAS kernels": "Zen"})
+    noted, config = taken(mesh)
+    ranks = Ranks({**noted.own, "BLAS kernels": "Zen"})
     with pytest.raises(ValueError, match="BLAS kernels is .*rank 0, Zen on rank 1"):
-        numerics.agree(config, ranks)
-    numerics, config = taken(mesh, allow_different_bits=True)
-    numerics.agree(config, ranks)
-    numerics.agree(config, ranks)
+        noted.agree(config, ranks)
+    noted, config = taken(mesh, allow_different_bits=True)
+    noted.agree(config, ranks)
+    noted.agree(config, ranks)
     told = capsys.readouterr().err
     assert told.count("Zen on rank 1") == 1
-    assert len(numerics.changes) == 1
+    assert len(noted.changes) == 1
 
 
 def test_a_model_that_rounds_where_stages_meet_is_refused(mesh, capsys):
@@ -357,5 +357,5 @@ def test_the_record_of_a_run_has_them(mesh, tmp_path):
     problem = mpishard.OptimizationProblem(function, np.ones(3), 4, 4, steps=1, micro_batch_size=2)
     optimizer.optimize(problem, progress=False, record=mpishard.RunRecord(tmp_path, mesh))
     (line,) = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
-    assert line["arithmetic"] == {**arithmetic(), **optimizer.settings.numerics.own}
+    assert line["arithmetic"] == {**arithmetic(), **optimizer.settings.arithmetic.own}
     assert line["arithmetic"]["micro_batch_size"] == "2"

@@ -74,8 +74,11 @@ def of_spack(text: str, kind: str) -> dict[str, str]:
                 continue
             around = ast.unparse(block.items[0]) if isinstance(block, ast.With) else ""
             kinds = around + "".join(ast.unparse(each.value) for each in call.keywords if each.arg == "type")
-            match = re.fullmatch(r"(?:py-)?([\w-]+)@([\d.]+):", ast.literal_eval(call.args[0]))
-            assert match, ast.unparse(call)
+            spec = ast.literal_eval(call.args[0])
+            if spec == "mpi":  # pip has no name for it
+                continue
+            match = re.fullmatch(r"(?:py-)?([\w-]+)@([\d.]+):", spec)
+            assert match, spec
             if f"'{kind}'" in kinds:
                 found[match[1]] = match[2]
     return found

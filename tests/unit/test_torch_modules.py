@@ -13,10 +13,10 @@ import mpishard
 
 torch = pytest.importorskip("torch")
 from mpishard.torch import buffers as torch_buffers  # noqa: E402
-from mpishard.torch import distributed, memory, module_optimizer, torch_rule, torch_steps  # noqa: E402
-from mpishard.torch import module as module_state  # noqa: E402
+from mpishard.torch import distributed, memory, module_optimizer, module_tensors, torch_rule, torch_steps  # noqa: E402
 from mpishard.torch.buffers import Buffers  # noqa: E402
-from mpishard.torch.module import ModuleTensors, check_unchanged, state_of  # noqa: E402
+from mpishard.torch.module import check_unchanged, state_of  # noqa: E402
+from mpishard.torch.module_tensors import ModuleTensors  # noqa: E402
 from mpishard.torch.problem import problem  # noqa: E402
 from mpishard.torch.torch_rule import rule_of, rule_of_optimizer  # noqa: E402
 
@@ -74,7 +74,7 @@ def test_a_module_that_cannot_be_trained_is_unchanged(make, kind, message):
 
 
 def test_an_older_pytorch_sums_no_gradients_of_another_dtype(monkeypatch):
-    monkeypatch.setattr(module_state, "_HAS_GRAD_DTYPE", False)
+    monkeypatch.setattr(module_tensors, "_HAS_GRAD_DTYPE", False)
     with pytest.raises(TypeError, match="'weight' is bfloat16"):
         ModuleTensors.of(module().bfloat16())
     assert ModuleTensors.of(module(c=parameter(2, dtype=torch.complex64))).trained

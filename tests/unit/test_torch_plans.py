@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch_plans import PLAN, Transformer  # noqa: E402
 
+from mpishard.torch.distributed import cross_entropy  # noqa: E402
 from mpishard.torch.plan_checks import PassRecord  # noqa: E402
 from mpishard.torch.plans import Style, cuts_of, styles_of, terms_of  # noqa: E402
 
@@ -199,16 +200,35 @@ def test_transposed_experts_are_cut_in_the_other_dimensions():
     assert cut.dimensions == {"gate_up_proj": (2, 2), "down_proj": (1, 1)}
 
 
+def test_experts_that_are_dealt_out_are_cut_by_their_number():
+    """By the module's own plan, of which a pattern may match nothing, also in a plan that has more."""
+    experts = Experts(num_experts=3, has_bias=True)
+    experts.down_proj_bias = torch.nn.Parameter(torch.zeros(3, 5))
+    module = torch.nn.Sequential(experts, torch.nn.Linear(5, 4))
+    module.ep_plan = {"0": "ep_dispatch_experts", "*.gate_up_proj": "grouped_gemm", "9": "ep_dispatch_experts"}
+    for plan in ("experts", module.ep_plan | {"1": "colwise"}):
+        cut, *others = cuts_of(module, styles_of(module, plan), 2)
+        assert cut.offsets == (0, 2, 3)
+        assert cut.dimensions == dict.fromkeys(("gate_up_proj", "down_proj", "down_proj_bias"), (0, 1))
+        assert [(each.name, each.values) for each in cut.counts] == [("num_experts", (2, 1))]
+        assert len(others) == (plan != "experts")
+
+
 @pytest.mark.parametrize(
     ("experts", "plan", "message"),
     [
+        (
+            Experts(num_experts=4),
+            {"0": "ep_dispatch_experts"},
+            r"=4 and 'gate_up_proj' of shape \(3, 8, 5\)",
+        ),
         (Experts(has_bias=True), EXPERTS, "'0' have biases"),
         (Experts(), {"0": "moe_tp_experts", "0.down_proj": "rowwise"}, "cuts down_proj"),
         (Experts(features=5), EXPERTS, r"'0' has 10 features of 2 in 'gate_up_proj', 4 features of 1 in 'down_proj'"),
         (torch.nn.Linear(4, 7), {"0": "packed_colwise"}, "'0' has 7 features of 2"),
         (torch.nn.Embedding(4, 8), {"0": "packed_rowwise"}, "'0' is a Embedding"),
     ],
-    ids=["biases", "one", "unlike", "odd", "embedding"],
+    ids=["number", "biases", "one", "unlike", "odd", "embedding"],
 )
 def test_packed_layers_that_cannot_be_cut_are_refused(experts, plan, message):
     module = torch.nn.Sequential(experts)
@@ -245,3 +265,18 @@ def test_passes_that_differ_by_rounding_or_in_few_elements_are_alike():
 def test_passes_that_differ_are_found(x, message):
     with pytest.raises(ValueError, match=message):
         _record(x).check(_record(torch.ones(4, 4)))
+
+
+def test_the_loss_of_a_layer_that_is_whole_is_that_of_pytorch():
+    layer = torch.nn.Linear(4, 5)
+    logits, targets = layer(torch.linspace(-1, 1, 24).reshape(2, 3, 4)).bfloat16(), torch.tensor([[0, 4, 7], [1, 2, 7]])
+    found = cross_entropy(logits, targets, layer, ignore_index=7, reduction="sum")
+    expected = torch.nn.functional.cross_entropy(logits.float().mT, targets, ignore_index=7, reduction="sum")
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="4 columns, and the layer has 5"):
+        cross_entropy(logits[..., :4], targets, layer)
+    with pytest.raises(ValueError, match="reduction='none'"):
+        cross_entropy(logits, targets, layer, reduction="none")
+    with pytest.raises(TypeError, match="layer must be"):
+        cross_entropy(logits, targets, layer.weight)

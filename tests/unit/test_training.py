@@ -150,16 +150,16 @@ def test_lines_of_a_day_in_a_log(monkeypatch, capsys):
     """Often enough to see that the run continues, and seldom enough to be read."""
     now = [0.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
-    shown = metrics.ProgressBar(86_400, shown=True)
+    bar = metrics.ProgressBar(86_400, shows=True)
     times, before = [], 0
     for _ in range(86_400):
         now[0] += 1
-        shown.advance("loss 1")
+        bar.advance("loss 1")
         if now[0] < 700 or now[0] > 86_000:
             lines = capsys.readouterr().err
             times += [now[0]] * bool(lines)
             before += len(lines.splitlines())
-    shown.close()
+    bar.close()
     assert times[:5] == [1, 6, 11, 16, 21] and times[-1] == 86_400
     assert before + len(capsys.readouterr().err.splitlines()) < 1600
 

@@ -122,17 +122,13 @@ class LineSearchState:
         return cls(**values)
 
 
-def _read_trial(values: Any) -> Trial:
-    return Trial(*map(float, values))
-
-
 # By the name of a field's type.
 _READERS: dict[str, Callable[[Any], Any]] = {
     "float": float,
     "int": int,
     "bool": bool,
     "str": str,
-    "Trial": _read_trial,
+    "Trial": lambda values: Trial(*map(float, values)),
 }
 
 State = TypeVar("State", bound=LineSearchState)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpishard.backend import jit
+from mpishard.backend import numba_cache
 from mpishard.backend.array import Kernel, elementwise
 from mpishard.optim import formulas
 
@@ -30,7 +30,7 @@ import sys
 import numba
 import numpy as np
 from numba.core.runtime.nrt import rtsys
-from mpishard.backend.compiled import HostFunction
+from mpishard.backend.jit_function import HostFunction
 
 def total(array, factor):
     found = 0.0
@@ -54,7 +54,7 @@ for dtype in sys.argv[1:]:
 CALLER = """
 import sys
 import numpy as np
-from mpishard.backend.compiled import HostFunction, inner
+from mpishard.backend.jit_function import HostFunction, inner
 from helper import ADDED, scaled
 
 @inner
@@ -71,7 +71,7 @@ function = HostFunction(total, error_model=sys.argv[1])
 print(function((np.ones(2),)), sum(function._dispatcher.stats.cache_hits.values()))
 """
 HELPER = """
-from mpishard.backend.compiled import inner
+from mpishard.backend.jit_function import inner
 
 ADDED = {}
 
@@ -84,7 +84,7 @@ def scaled(x):
 MODEL = """
 import numpy as np
 from mpishard import AdamW, nn
-from mpishard.backend import exact, jit
+from mpishard.backend import exact, numba_cache
 from mpishard.nn import kernels
 from mpishard.nn.kernel_groups import arguments_of
 
@@ -95,7 +95,7 @@ model = nn.GPT(vocabulary_size=9, context_length=8, width=8, layers=1, heads=2)
 model.loss_and_gradient(np.ones((2, 8), int), np.ones((2, 8), int))
 for kernel, annotations in kernels.GROUP.kernels:
     arrays, scalars = arguments_of(annotations, np.dtype("float32"))
-    expected = jit.types_of((*arrays, *scalars))
+    expected = numba_cache.types_of((*arrays, *scalars))
     print(list(kernel.dispatcher().overloads) == [expected] or kernel.dispatcher())
 others = [rule.kernel._host, exact._largest_bits, exact._binned_squares]
 before = [list(function.dispatcher().overloads) for function in others]
@@ -170,7 +170,7 @@ def test_what_is_damaged_in_the_cache_is_compiled_again(tmp_path):
 
 def test_code_of_another_key_or_source_is_not_loaded(tmp_path):
     """As nodes with different processors may leave it that share a cache, or who was stopped between two files."""
-    files = jit._CheckedFiles(str(tmp_path), "function", "source")
+    files = numba_cache._CheckedFiles(str(tmp_path), "function", "source")
     for key in ("one processor", "another"):
         files.save(key, key.encode())
     assert [files.load(key) for key in ("one processor", "another", "none")] == [b"one processor", b"another", None]
@@ -178,9 +178,9 @@ def test_code_of_another_key_or_source_is_not_loaded(tmp_path):
     before = other.read_bytes()
     other.write_bytes(one.read_bytes())
     assert [files.load(key) for key in ("one processor", "another")] == [b"one processor", None]
-    jit._CheckedFiles(str(tmp_path), "function", "later source").save("another", b"code")
+    numba_cache._CheckedFiles(str(tmp_path), "function", "later source").save("another", b"code")
     one.write_bytes(before)  # of the earlier source
-    assert jit._CheckedFiles(str(tmp_path), "function", "later source").load("another") is None
+    assert numba_cache._CheckedFiles(str(tmp_path), "function", "later source").load("another") is None
 
 
 @pytest.mark.full
@@ -198,7 +198,7 @@ def test_what_is_expected_is_compiled_together_for_the_types_that_it_is_called_w
 SLOW = """
 import logging, sys, threading
 import numpy as np
-from mpishard.backend import compiled, jit
+from mpishard.backend import jit_function, numba_cache
 from mpishard.backend.array import accumulate
 from mpishard.io import log
 
@@ -210,13 +210,13 @@ class Handler(logging.Handler):
         said.set()
 
 log.LOGGER.addHandler(Handler())
-compiled.PATIENCE_S, in_turn = 0.01, jit.in_turn
+jit_function.PATIENCE_S, in_turn = 0.01, numba_cache.in_turn
 
 def slow(*arguments):
     assert said.wait(60)
     in_turn(*arguments)
 
-jit.in_turn = slow
+numba_cache.in_turn = slow
 for dtype in ("float32", "float64"):
     accumulate(np.ones(3, dtype), np.ones(3, dtype))
 print(*lines, sep="\\n")
@@ -248,8 +248,8 @@ def path(tmp_path, monkeypatch):
 @pytest.fixture
 def holder(path):
     """A process that holds the turn of "name" until its stdin is closed."""
-    assert jit._file() is not None
-    command = [sys.executable, "-I", "-S", "-c", HOLD, str(path), str(jit._byte("name"))]
+    assert numba_cache._file() is not None
+    command = [sys.executable, "-I", "-S", "-c", HOLD, str(path), str(numba_cache._byte("name"))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
         yield process
@@ -280,30 +280,30 @@ def open_to_all(path):
 @pytest.mark.parametrize("plant", [of_another_user, open_to_all, link, second_name, os.mkfifo, os.mkdir])
 def test_what_another_user_may_have_planted_is_not_used(path, plant):
     plant(path)
-    assert jit._file() is None
+    assert numba_cache._file() is None
     made = []
-    jit.load_or_make("name", lambda: False, lambda: made.append(1), patience=0.05)
+    numba_cache.load_or_make("name", lambda: False, lambda: made.append(1), patience=0.05)
     assert made == [1]
 
 
 def test_nobody_makes_anything_while_no_core_is_free(path, monkeypatch):
     free, made = [False, False, True], []
-    monkeypatch.setattr(jit, "core", lambda: contextlib.nullcontext(free.pop(0)))
-    jit.load_or_make("name", lambda: False, lambda: made.append(list(free)))
+    monkeypatch.setattr(numba_cache, "core", lambda: contextlib.nullcontext(free.pop(0)))
+    numba_cache.load_or_make("name", lambda: False, lambda: made.append(list(free)))
     assert made == [[]]
 
 
 def test_a_lock_of_ours_is_used(path):
-    with jit.attempt("name") as mine:
+    with numba_cache.attempt("name") as mine:
         assert mine
     assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_nobody_waits_without_limit(holder):
-    with jit.attempt("name") as mine, jit.attempt("other") as other:
+    with numba_cache.attempt("name") as mine, numba_cache.attempt("other") as other:
         assert not mine and other
     made = []
-    jit.load_or_make("name", lambda: False, lambda: made.append(1), patience=0.05)
+    numba_cache.load_or_make("name", lambda: False, lambda: made.append(1), patience=0.05)
     assert made == [1]
 
 
@@ -316,7 +316,7 @@ def test_who_waits_loads_what_was_made_or_makes_it(holder, done):
         return ended.is_set() and done
 
     def wait():
-        jit.load_or_make("name", load, lambda: made.append(1))
+        numba_cache.load_or_make("name", load, lambda: made.append(1))
         found.append(1)
 
     thread = threading.Thread(target=wait, daemon=True)

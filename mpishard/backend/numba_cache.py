@@ -32,6 +32,8 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 
+from mpishard.arguments import mark
+
 # Compilation in turns.
 
 # After so long a process does not wait for others any more, and compiles for itself.
@@ -218,7 +220,7 @@ def _processor() -> str:
     target = cpu_target.target_context.codegen().magic_tuple()  # what Numba compiles for, see NUMBA_CPU_NAME
     # Functions that call Intel's SVML cannot be loaded without it.
     facts = *target, numba.__version__, getattr(numba.config, "USING_SVML", False)
-    return f"{target[1]}-{hashlib.blake2b(repr(facts).encode(), digest_size=4).hexdigest()}"
+    return f"{target[1]}-{mark(repr(facts))}"
 
 
 @functools.cache

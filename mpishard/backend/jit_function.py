@@ -1,4 +1,4 @@
-"""Functions that are compiled at their first call."""
+"""Functions that are compiled just in time: at their first call, by `mpishard.backend.numba_cache`."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def inner(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def prepare() -> None:
     """Do the set-up now that the first call of a compiled function does once per process (over a tenth of a second)."""
-    _jit().prepare()
+    _numba_cache().prepare()
 
 
 def compile_expected() -> None:
     """Compile the functions of all announced calls, or load them."""
-    jit = _jit()
+    cache = _numba_cache()
     with no_garbage_collection():
         while _expected:
             (function, key), arguments = _expected.popitem()
-            _load_or_compile(function.dispatcher(), jit.types_of(arguments), ())
+            _load_or_compile(function.dispatcher(), cache.types_of(arguments), ())
             function._compiled.add(key)
 
 
@@ -68,10 +68,10 @@ _compiled_s = 0.0  # of this process so far, and of its waits for others that co
 
 
 def _load_or_compile(dispatcher: Any, types: tuple[Any, ...], expected: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
-    jit = _jit()
-    if not jit.load(dispatcher, types):
+    cache = _numba_cache()
+    if not cache.load(dispatcher, types):
         with _said_where_long(is_kept=dispatcher.stats.cache_path is not None):
-            jit.in_turn((dispatcher, types), expected)
+            cache.in_turn((dispatcher, types), expected)
 
 
 @contextlib.contextmanager
@@ -96,20 +96,20 @@ def _said_where_long(is_kept: bool) -> Iterator[None]:
 
 
 @functools.cache
-def _jit() -> ModuleType:
+def _numba_cache() -> ModuleType:
     """The module that imports Numba: imported at the first call."""
     with no_garbage_collection():  # collections among Numba's objects took a fifth of the time
-        from mpishard.backend import jit
+        from mpishard.backend import numba_cache
 
         objects_stay()
-    return jit
+    return numba_cache
 
 
 class HostFunction:
     """A function of flat NumPy arrays of one dtype, then scalars, compiled once for all the ranks of a node.
 
     The first call imports Numba, and loads the function from its cache or compiles it. `options` are those of
-    ``numba.njit``, in addition to those of `mpishard.backend.jit.jit`.
+    ``numba.njit``, in addition to those of `mpishard.backend.numba_cache.jit`.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
@@ -130,10 +130,10 @@ class HostFunction:
             _expected[self, key] = (*arrays, *scalars)
 
     def _compile(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
-        jit = _jit()
+        cache = _numba_cache()
         _expected.pop((self, key), None)
         with no_garbage_collection():  # each would look at all of Numba's objects
-            _load_or_compile(self.dispatcher(), jit.types_of(arguments), _take_expected())
+            _load_or_compile(self.dispatcher(), cache.types_of(arguments), _take_expected())
         self._compiled.add(key)
 
     def dispatcher(self) -> Any:
@@ -141,7 +141,7 @@ class HostFunction:
         while _before:
             _before.pop(0)()
         if self._dispatcher is None:
-            self._dispatcher = _jit().jit(self._function, **self._options)
+            self._dispatcher = _numba_cache().jit(self._function, **self._options)
         return self._dispatcher
 
 
@@ -154,4 +154,4 @@ def _take_expected() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Yield the dispatchers and types of all announced calls, and forget the calls."""
     while _expected:
         (function, _), arguments = _expected.popitem()
-        yield function.dispatcher(), _jit().types_of(arguments)
+        yield function.dispatcher(), _numba_cache().types_of(arguments)
