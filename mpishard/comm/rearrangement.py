@@ -45,15 +45,21 @@ class Rearrangement:
 
     def by_number(self, values: Array) -> Array:
         """This rank's run of the values, of which it has given those of its numbers; a new flat array.  Collective."""
+        order, places = self._indices(values)
         found = arrays.empty(self.size, values.dtype, like=values)
-        found[self._places] = self._moved(values[self._order], self._sent, self._received)
+        found[places] = self._moved(values[order], self._sent, self._received)
         return found
 
     def as_given(self, values: Array) -> Array:
         """The reverse of `by_number`: the values of this rank's numbers, from the runs of all ranks.  Collective."""
-        found = arrays.empty(len(self._order), values.dtype, like=values)
-        found[self._order] = self._moved(values[self._places], self._received, self._sent)
+        order, places = self._indices(values)
+        found = arrays.empty(len(order), values.dtype, like=values)
+        found[order] = self._moved(values[places], self._received, self._sent)
         return found
+
+    def _indices(self, values: Array) -> list[Array]:
+        """The places of what is sent, and of what arrives, on the device of the values."""
+        return [np.asarray(each, like=values) for each in (self._order, self._places)]
 
     def _moved(self, packed: Array, sent: list[int], received: list[int]) -> Array:
         arrived = arrays.empty(sum(received), packed.dtype, like=packed)
