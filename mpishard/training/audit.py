@@ -130,7 +130,7 @@ class SumsAgain:
 
     def __call__(self, bucket: Bucket, partial: Sequence[Array], pieces: Sequence[int]) -> Callable[[Array], None]:
         """Start to add up the other rank's part of a bucket, as `OrderedSums.look`.  Collective."""
-        again = OrderedSums(self._axis, partial[-1])
+        again = OrderedSums(self._axis, partial[-1][:0])
         again.assignment = self._sums.assignment
         first = sum(pieces[: self.shift])
         turned = [arrays.joined([each[first:], each[:first]]) for each in partial]

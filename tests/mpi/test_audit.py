@@ -96,6 +96,10 @@ def of_model(faults=None):
     return made if faults is None else replace(made, several=faults.of_model(made.several, made.start))
 
 
+def of_one_micro_batch(faults=None):
+    return problem(batch_size=8, micro_batch_size=8, steps=3)
+
+
 def of_sums(monkeypatch, faults):
     """A problem in which parts of sums that a rank adds up are wrong: first its own part, then that of another one."""
     add_by_tree = ordered.add_by_tree
@@ -133,6 +137,12 @@ def noted(mesh, folder):
     mesh.world.comm.barrier()
     (line,) = read_lines(folder / "run" / "audits.jsonl")[0]
     return line
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_without_micro_batches_add_up_parts_of_sums(mesh):
+    """As slow ranks of an elastic run may be."""
+    assert trained(mesh, of_one_micro_batch, None, 1.0)[0] == alone(of_one_micro_batch)
 
 
 @pytest.mark.mpi(min_size=3)
