@@ -53,13 +53,13 @@ class OrderedSums:
     """Adds up the gradients of one model over an axis in the order of a fixed tree."""
 
     def __init__(self, axis: Axis, like: Array) -> None:
-        self.nbytes: int = 0  # of memory held for received parts
+        self.nbytes: int = 0  # of all blocks: for parts that arrive or are packed, and for sums so far
         # Called with what `start` sends, before it does; what it returns is called with this rank's part of the sum.
         self.look: Callable[[Bucket, Sequence[Array], Sequence[int]], Callable[[Array], None]] | None = None
         self._axis = axis
         self._like = like
         self._free: list[Array] = []
-        self._exchanges: dict[int, int] = {}
+        self._exchanges: dict[int, int] = {}  # by bucket, how many it has had in this step
         # By bucket: the sums of the earlier exchanges, one for each node before the next exchange.
         self._stacks: dict[int, list[Array]] = {}
         # The micro-batches of each rank in this step; default: one per rank.
@@ -132,6 +132,7 @@ class OrderedSums:
         last = total.node.stop == self.assignment.total
         block = target if last else self._take(target.size)
         out = block[: target.size]
+        # A negative start is that of a row of `own`, see `add_by_tree`.
         starts = [-1 - row * out.size if here else row * out.size for here, row in total.rows]
         add_by_tree(own, received, starts, total.merges, out)
         stack = self._stacks.setdefault(bucket, [])

@@ -45,8 +45,6 @@ from mpishard.training.step_runner import StepRunner
 Array = Any
 # Periods from any moment to the next round, on average, where the round of each period comes at any moment of it.
 _MEAN_WAIT = 7 / 12
-
-
 REPLICAS = "replicas"  # the audit of what all ranks hold
 REPLICAS_EVERY = 10  # steps from one comparison to the next
 LEAST_SHARE = 1e-9  # a smaller one finds nothing within any run
@@ -58,7 +56,7 @@ LEAST_SHARE = 1e-9  # a smaller one finds nothing within any run
 class Check(NamedTuple):
     """A micro-batch of `owner` that `auditor` computes too; both are ranks of the data axis."""
 
-    part: int
+    micro_batch: int  # its number in the step
     owner: int
     auditor: int
 
@@ -87,18 +85,18 @@ def draw(share: float, assignment: TermAssignment, step: int) -> list[Check]:
         return []
     shifts = [1 + key(0, "auditor", step, number) % (ranks - 1) for number in range(rounds)]
     found = []
-    for owner, parts in enumerate(own):
-        places = permuted(np.arange(min(rounds, len(parts))), len(parts), 0, "part", step, owner).tolist()
+    for owner, numbers in enumerate(own):
+        places = permuted(np.arange(min(rounds, len(numbers))), len(numbers), 0, "part", step, owner).tolist()
         pairs = zip(places, shifts, strict=False)
-        found += [Check(parts[place], owner, (owner + shift) % ranks) for place, shift in pairs]
+        found += [Check(numbers[place], owner, (owner + shift) % ranks) for place, shift in pairs]
     return found
 
 
-def expected_steps(share: float, parts: int, ranks: int) -> tuple[float, int]:
-    """The steps until a rank that is always wrong is seen, on average and at most; `parts`: micro-batches a step."""
+def expected_steps(share: float, count: int, ranks: int) -> tuple[float, int]:
+    """The steps until a rank that is always wrong is seen, on average and at most, of `count` micro-batches each."""
     if share == 1:
         return 1.0, 1
-    period = ranks / (share * parts)
+    period = ranks / (share * count)
     return max(1.0, _MEAN_WAIT * period + 0.5), math.ceil(2 * period)
 
 
@@ -182,8 +180,8 @@ class AuditedRunner(StepRunner):
         self._micro: list[np.ndarray] = []
         self._checks: list[Check] = []
         self._digests = np.empty((0, 2), np.int64)  # of owner and auditor, by check; 0 where others know them
-        self._numbers: dict[int, int] = {}  # of the checks of this rank's micro-batches
-        self._part = -1  # whose gradient the reducer sees next
+        self._numbers: dict[int, int] = {}  # by micro-batch of this rank that is checked, the number of its check
+        self._current = -1  # the micro-batch whose gradient the reducer sees next
         self._sums: SumsAgain | None = None
 
     @property
@@ -191,8 +189,8 @@ class AuditedRunner(StepRunner):
         """For the record: the share, and the steps until a rank that is always wrong is seen, None with one rank."""
         if self.axis.size == 1:
             return {"share": self._share, "mean_steps": None, "most_steps": None}
-        parts = len(micro_batches(np.empty(self.problem.batch_size), self.problem.micro_batch_size))
-        mean, most = expected_steps(self._share, parts, self.axis.size)
+        count = len(micro_batches(np.empty(self.problem.batch_size), self.problem.micro_batch_size))
+        mean, most = expected_steps(self._share, count, self.axis.size)
         return {"share": self._share, "mean_steps": round(mean, 2), "most_steps": most}
 
     def attach(self) -> None:
@@ -251,16 +249,16 @@ class AuditedRunner(StepRunner):
     def _forward_backward_terms(self, batch: np.ndarray, ordered: OrderedSums) -> np.ndarray:
         """Compute what this rank checks first, and have the reducer show what others check of its own."""
         self._digests = np.zeros((len(self._checks), 2), np.int64)
-        self._part, self._numbers = -1, {}
+        self._current, self._numbers = -1, {}
         for number, check in enumerate(self._checks):
             if check.auditor == self.axis.rank:
-                self._digests[number, 1] = self._compute_alone(check.part)
+                self._digests[number, 1] = self._compute_alone(check.micro_batch)
             if check.owner == self.axis.rank:
-                self._numbers[check.part] = number
+                self._numbers[check.micro_batch] = number
         return super()._forward_backward_terms(batch, ordered)
 
     def _term(self, number: int, micro: list[np.ndarray]) -> float:
-        self._part = number
+        self._current = number
         loss = super()._term(number, micro)
         if number in self._numbers:
             self._digests[self._numbers[number], 0] ^= _digest(np.array([loss]))
@@ -268,10 +266,10 @@ class AuditedRunner(StepRunner):
 
     def _look(self, bucket: Bucket, gradient: Array) -> None:
         """Add a bucket of one of this rank's micro-batches to its digest, if it is checked."""
-        if self._part in self._numbers:
-            self._digests[self._numbers[self._part], 0] ^= _digest(gradient, bucket)
+        if self._current in self._numbers:
+            self._digests[self._numbers[self._current], 0] ^= _digest(gradient, bucket)
 
-    def _compute_alone(self, part: int) -> int:
+    def _compute_alone(self, micro_batch: int) -> int:
         """The digest of a micro-batch, computed as a term of the step is; nothing else comes of it."""
         self.parameters.reset_gradients()
         if not self.of_model:
@@ -279,7 +277,7 @@ class AuditedRunner(StepRunner):
         carried = self.parameters.carried
         before = None if carried is None else dict(carried.facts)
         with self._another_follows:
-            loss = self._forward_backward(self._micro[part])
+            loss = self._forward_backward(self._micro[micro_batch])
         if carried is not None and before is not None:  # running averages count a micro-batch once
             carried.restore(before)
         found = _digest(np.array([loss]))
@@ -318,16 +316,18 @@ class AuditedRunner(StepRunner):
 
     def _judged(self, check: Check, first: tuple[int, int]) -> WrongPart:
         """Have all ranks compute a micro-batch, and find who was wrong.  Collective over the data axis."""
-        again = self.axis.allgather_object(self._compute_alone(check.part))
+        again = self.axis.allgather_object(self._compute_alone(check.micro_batch))
         places, wrong = _places(self.axis), verdict(check, first, again)
         names = _names(places)
-        part = f"micro-batch {check.part} of step {self._step} (samples {listed(self._micro[check.part])})"
-        facts = {"step": self._step, "micro_batch": check.part}
+        what = (
+            f"micro-batch {check.micro_batch} of step {self._step} (samples {listed(self._micro[check.micro_batch])})"
+        )
+        facts = {"step": self._step, "micro_batch": check.micro_batch}
         if wrong is not None:
-            return self._wrong(f"{part} computed", facts, places, wrong)
+            return self._wrong(f"{what} computed", facts, places, wrong)
         changed = [names[rank] for rank, found in zip(check[1:], first, strict=True) if found != again[rank]]
         asked = f"{' and '.join(changed) or 'neither'} found another one when asked again. "
-        return self._undecided(part, facts, places, check[1:], asked)
+        return self._undecided(what, facts, places, check[1:], asked)
 
     def _judged_sums(self, batch: np.ndarray, sums: Sequence[tuple[int, int]]) -> WrongPart:
         """Have third ranks add up the step's sums, and find who was wrong.  Collective over the data axis.

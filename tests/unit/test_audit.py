@@ -26,26 +26,26 @@ def test_the_share_is_that_of_the_micro_batches_and_ranks_have_equal_parts_of_it
     assignment, steps = drawn(share, ranks)
     checks = [check for step in steps for check in step]
     if share == 1:
-        assert all(sorted(check.part for check in step) == list(range(PARTS)) for step in steps)
+        assert all(sorted(check.micro_batch for check in step) == list(range(PARTS)) for step in steps)
     else:
         assert len(checks) == pytest.approx(share * PARTS * STEPS, rel=0.03)
         # A rank has the same number of checks as any other one, however many micro-batches it has.
         assert len(set(Counter(check.owner for check in checks).values())) == 1
         assert len(set(Counter(check.auditor for check in checks).values())) == 1
     for check in checks:
-        assert check.part in assignment.terms(check.owner)
+        assert check.micro_batch in assignment.terms(check.owner)
         assert check.owner != check.auditor
     for step in steps:
-        assert len({check.part for check in step}) == len(step)
+        assert len({check.micro_batch for check in step}) == len(step)
     # Each micro-batch and each pair of ranks comes up.
-    assert {check.part for check in checks} == set(range(PARTS))
+    assert {check.micro_batch for check in checks} == set(range(PARTS))
     assert len({check[1:] for check in checks}) == ranks * (ranks - 1)
 
 
 def test_a_rank_without_micro_batches_still_checks_others():
     assignment = TermAssignment(3, 4, cuts=(0, 0, 1, 2, 3))
     checks = [check for step in range(9) for check in draw(1.0, assignment, step)]
-    assert Counter(check.part for check in checks) == {0: 9, 1: 9, 2: 9}
+    assert Counter(check.micro_batch for check in checks) == {0: 9, 1: 9, 2: 9}
     assert 0 in [check.auditor for check in checks]
     assert draw(1.0, TermAssignment(3, 1), 1) == []
 
