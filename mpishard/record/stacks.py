@@ -71,7 +71,7 @@ class StackReporter(Sampler):
             if not self._dumped:
                 self.stack_path.unlink(missing_ok=True)
 
-    def place(self) -> dict[str, Any]:
+    def who(self) -> dict[str, Any]:
         ledger = self._mesh.ledger
         recent = [str(entry.call) for entry in ledger.recent[-_RECENT:]]
         return {"rank": self._mesh.rank, "ranks": self._mesh.size, "step": ledger.step, "recent": recent}

@@ -44,11 +44,11 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer that is cut, with the forward pass that it had, and what its other side is gathered or cut by."""
+    """A layer that is cut, with the forward pass that it had."""
 
     cut: LayerCut
-    own: Any
-    pair: AdjointPair | None
+    forward: Any
+    pair: AdjointPair | None  # gathers outputs, or cuts inputs, that the plan has whole
 
     @property
     def takes(self) -> str:
@@ -125,7 +125,7 @@ class CutModule(TensorParallelModule):
 
     def check_ranks(self, plan: Any, ranks: int) -> None:
         """Raise ValueError if the plan cannot cut the module over so many tensor ranks. Not collective."""
-        runs = [vars(cut.layer).pop("forward") for cut in self._cuts]
+        forwards = [vars(cut.layer).pop("forward") for cut in self._cuts]
         self._set_attentions(whole=True)
         with torch._C.DisableTorchFunctionSubclass():  # parameters freed under zero=3 have Python functions
             own = {name: self._tensors[name].data for name in self._parts}
@@ -137,8 +137,8 @@ class CutModule(TensorParallelModule):
                 for name, values in own.items():
                     self._tensors[name].data = values
                 self._set_attentions(whole=False)
-                for cut, run in zip(self._cuts, runs, strict=True):
-                    cut.layer.forward = run
+                for cut, forward in zip(self._cuts, forwards, strict=True):
+                    cut.layer.forward = forward
 
     # -- the layers ---------------------------------------------------------------------------------------------------
 
@@ -181,11 +181,11 @@ class CutModule(TensorParallelModule):
     def _run(self, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of a layer that is cut."""
         x, *others = (*args, *kwargs.values())
-        cut, own = layer.cut, layer.cut.layer
+        cut, inner = layer.cut, layer.cut.layer
         if self._record is not None and cut.kind != "Embedding":
             self._record.note(layer.takes, self._own_columns(layer, x) if self.is_summoned else x)
         if self.is_summoned:
-            return layer.own(*args, **kwargs)
+            return layer.forward(*args, **kwargs)
         if cut.kind == "Embedding":
             return self._look_up(layer, x)
         if cut.style.cuts == "experts":
@@ -193,9 +193,9 @@ class CutModule(TensorParallelModule):
             return x if self._is_local else self._gradients.watch(layer.gives, self._deal(layer, *routed))
         if cut.kind == "experts":
             routing = [others[0], moved(others[1], self._enter)] if others else []
-            y = layer.own(self._enter_once(layer, x), *routing)
+            y = layer.forward(self._enter_once(layer, x), *routing)
             return self._gradients.watch(layer.gives, self._moved(y, self._leave))
-        weight, bias = own.weight.t() if cut.kind == "Conv1D" else own.weight, own.bias
+        weight, bias = inner.weight.t() if cut.kind == "Conv1D" else inner.weight, inner.bias
         if cut.style.cuts == "outputs":
             if cut.shared is not None:
                 size, heads = cut.shared.size, list(cut.shared.heads[self._axis.rank])
@@ -212,7 +212,7 @@ class CutModule(TensorParallelModule):
 
     def _deal(self, layer: _Layer, x: Any, index: Any, weights: Any) -> Any:
         """What experts that ranks have dealt out make of tokens."""
-        y, tokens = self._dealt(layer.own, x, index, weights, self._axis, layer.cut.offsets)
+        y, tokens = self._dealt(layer.forward, x, index, weights, self._axis, layer.cut.offsets)
         if torch.is_grad_enabled():
             self._expert_tokens += tokens
         return y
@@ -248,21 +248,21 @@ class CutModule(TensorParallelModule):
 
     def _look_up(self, layer: _Layer, x: Any) -> Any:
         """Rows of an embedding, of which this rank has some of the columns, or some of the rows."""
-        cut, own = layer.cut, layer.cut.layer
+        cut, inner = layer.cut, layer.cut.layer
         if cut.style.cuts == "outputs":
-            y = layer.own(x)
+            y = layer.forward(x)
             return y if layer.pair is None else self._gradients.watch(layer.gives, self._moved(y, layer.pair))
         first, stop = cut.offsets[self._axis.rank : self._axis.rank + 2]
         has_values = not self._is_local and not x.is_cuda and x.numel()
         if has_values and not (0 <= int(x.min()) and int(x.max()) < cut.offsets[-1]):
             raise IndexError(f"{cut.path!r} has {cut.offsets[-1]} rows, and got {int(x.min())} to {int(x.max())}")
         is_here = (x >= first) & (x < stop)
-        padding = own.padding_idx
-        own.padding_idx = padding - first if padding is not None and first <= padding < stop else None
+        padding = inner.padding_idx
+        inner.padding_idx = padding - first if padding is not None and first <= padding < stop else None
         try:
-            y = layer.own(torch.where(is_here, x - first, 0))
+            y = layer.forward(torch.where(is_here, x - first, 0))
         finally:
-            own.padding_idx = padding
+            inner.padding_idx = padding
         y = self._moved(y.masked_fill(~is_here[..., None], 0), self._leave)
         return self._gradients.watch(layer.gives, y)
 

@@ -29,8 +29,8 @@ class ForwardPass:
         self._staged = staged
         self._replica = replica
         self._mesh = staged.mesh
-        self._stage = 0  # whose layers are called now
-        self._first = self._last = staged.layers[0].path  # the first of them, and the last
+        self._stage = 0  # that of the layer called last
+        self._first = self._last = staged.layers[0].path  # the first called of this stage, and the last
         self._values = Values()
         self._is_over = False  # by an error, which all ranks of the replica raise
 
@@ -61,6 +61,10 @@ class ForwardPass:
         return self._meet((), problem, has_failed=True)  # raises
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What a layer gives; without values where another rank has its stage.
+
+        Collective where the layer is of another stage than the one before it.
+        """
         staged, layer = self._staged, self._staged.layers[number]
         self._last = layer.path
         if layer.stage != self._stage:

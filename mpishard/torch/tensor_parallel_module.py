@@ -29,9 +29,9 @@ from mpishard.torch.units import HOW_TO_SAVE, ModuleHook, tensors_in
 
 
 class TensorPart(NamedTuple):
-    """How a parameter is cut: rank r has ``[offsets[r], offsets[r + 1])`` of a dimension.
+    """How a parameter is cut: of each of the `packed` layers in one of its dimensions rank r has a run of it.
 
-    Of each of the layers that are `packed` there.
+    That is ``[offsets[r], offsets[r + 1])``, counted from the beginning of the layer.
     """
 
     dim: int
@@ -73,17 +73,18 @@ class TensorParallelModule:
         self._module = module
         self._mesh = mesh
         self._axis = mesh.tensor
-        self._met = mesh.tensor.times_bound  # as these ranks, which have compared the same passes
+        # The binding of the axis whose ranks have compared the same passes; others may take their places.
+        self._met = mesh.tensor.times_bound
         self._tensors = dict(tensors)
         self._parts = parts
         self._terms = terms
         # Of the trained parameters that are whole: the same on all ranks, or, as `terms`, a term on each.
-        wholes = {name: p for name, p in tensors.items() if p.requires_grad and name not in parts}
-        self._gradients = ReplicaGradients(self._axis, wholes, terms, activations)
+        uncut = {name: p for name, p in tensors.items() if p.requires_grad and name not in parts}
+        self._gradients = ReplicaGradients(self._axis, uncut, terms, activations)
         self._handles: list[Any] = []
-        self._noting: list[Any] = []  # the handles on parameters, through which Python finds no circles
+        self._noting: list[Any] = []  # handles of hooks on parameters; Python finds no circles through these
         self._is_lost = False
-        self._fits_whole = True  # which a rank has room for
+        self._fits_whole = True  # a rank has room for the whole module
         self.is_summoned: bool = False  # the module computes by itself, see `summoned`
         self.check_is_due: bool = checks_pass  # a pass shall be compared with one of the whole module
         self.problem: ValueError | None = None  # what the comparison of gradients has found
@@ -150,7 +151,7 @@ class TensorParallelModule:
 
     @property
     def place(self) -> ModelParallelRank:
-        """The tensor rank."""
+        """The model-parallel rank of this process."""
         return self._mesh.place
 
     @property

@@ -42,12 +42,12 @@ def main() -> None:
     found = next(iter(launches(os.environ)), None)
     folder, launch = given.folder.absolute() / name_of_job(found, os.environ), found or _ALONE
     notes = JobNotes.from_environment()
-    sampler = Watcher(folder, launch, notes, given.timeout)
+    watcher = Watcher(folder, launch, notes, given.timeout)
     try:
         (folder / PROCESSES).mkdir(parents=True, exist_ok=True)
         if launch.rank == 0:
             begin(folder, launch.ranks, [sys.executable, *program])
-        sampler.watch()
+        watcher.watch()
     except OSError as error:
         text = f"{error.filename}: {error.strerror}; give --folder a place that all ranks can write to"
         if launch.ranks > 1:  # others may have a place, and wait in MPI_Init for this rank
@@ -59,8 +59,8 @@ def main() -> None:
             start_guard(folder, given.timeout)
         print(f"mpishard: if the job hangs: mpishard why {folder}", file=sys.stderr, flush=True)
     script = Script.this = Script()
-    atexit.register(_end, sampler, notes, script)
-    sys.excepthook = _Failure(sampler)
+    atexit.register(_end, watcher, notes, script)
+    sys.excepthook = _Failure(watcher)
     # The program's own import of mpishard shall do in it what it does in all ranks: start MPI, and set hooks.
     for name in [name for name in sys.modules if name.partition(".")[0] == "mpishard"]:
         if name != Script.__module__:
@@ -79,16 +79,16 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 class _Failure:
     """The excepthook of a program that does not import mpishard: its traceback, and the end of the job."""
 
-    def __init__(self, sampler: Watcher) -> None:
-        self._sampler = sampler
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.excepthook = sys.__excepthook__
-        if self._sampler.process != os.getpid():  # a fork
+        if self._watcher.process != os.getpid():  # a fork
             sys.excepthook(kind, error, trace)
             return
-        self._sampler.end_with(1, f"{kind.__name__}: {error}"[:500])
-        mpi, is_rank = loaded_mpi(), self._sampler.launch.ranks > 1
+        self._watcher.end_with(1, f"{kind.__name__}: {error}"[:500])
+        mpi, is_rank = loaded_mpi(), self._watcher.launch.ranks > 1
         if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
             import_module("mpishard")  # in a rank this makes an uncaught exception end the job
         sys.excepthook(kind, error, trace)
@@ -102,15 +102,15 @@ def _abort() -> None:
     import_module("mpishard.comm.abort").abort("")
 
 
-def _end(sampler: Watcher, notes: JobNotes | None, script: Script) -> None:
+def _end(watcher: Watcher, notes: JobNotes | None, script: Script) -> None:
     """Note how the program has ended; the supervisor learns it from mpishard if the program has imported that."""
-    if sampler.process != os.getpid() or not sampler.is_alive():  # a fork, or a failure that is noted
+    if watcher.process != os.getpid() or not watcher.is_alive():  # a fork, or a failure that is noted
         return
-    sampler.end_with(script.code)
+    watcher.end_with(script.code)
     if notes is None or "mpishard.comm.supervisor_reports" in sys.modules or script.code is None:
         return
     with contextlib.suppress(OSError):
-        if sampler.launch.rank == 0:
+        if watcher.launch.rank == 0:
             notes.note_started()
             notes.note_ended(Ended(script.code))
         elif script.code:

@@ -128,6 +128,7 @@ def call_on_line(file: str, line: int) -> dict[str, Any] | None:
 
 
 def _described(node: ast.Call, names: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
+    """The fields of `call_on_line`; None if the call waits for no rank.  `kind`: see `_waits`."""
     method, on = _method(node, names)
     name = method.lower()
     if not _waits(name, method, on, kind):

@@ -42,7 +42,7 @@ class Wait:
     members: tuple[int, ...]
     identity: str
     root: int | None
-    to: int | str | None
+    dest: int | str | None
     source: int | str | None
     tag: int | str | None
     recvtag: int | str | None
@@ -56,8 +56,8 @@ class Wait:
         return self.op, self.root, f"{self.on} {self.number}" if self.number else ""
 
     @property
-    def pair(self) -> tuple[tuple[str, int | None, str], tuple[int, ...]]:
-        """What ranks that wait in one collective have in common."""
+    def collective(self) -> tuple[tuple[str, int | None, str], tuple[int, ...]]:
+        """What all ranks that wait in one collective have in common: `same`, and its members, ascending."""
         return self.same, tuple(sorted(self.members))
 
     @property
@@ -145,18 +145,18 @@ def _waits(by_rank: Mapping[int, Mapping[str, Any]], ranks: int) -> dict[int, Wa
 def _awaited(wait: Wait, waits: Mapping[int, Wait]) -> set[int]:
     """The ranks for which one waits, and which are not in the call that it waits for."""
     if wait.is_collective:
-        there = {rank for rank, other in waits.items() if other.is_collective and other.pair == wait.pair}
+        there = {rank for rank, other in waits.items() if other.is_collective and other.collective == wait.collective}
         return set(wait.members) - there
-    peers = [peer for peer in (wait.to, wait.source) if isinstance(peer, int)]
-    if wait.source == ANY and wait.to is None:
+    peers = [peer for peer in (wait.dest, wait.source) if isinstance(peer, int)]
+    if wait.source == ANY and wait.dest is None:
         peers = [rank for rank in wait.members if rank != wait.rank]
     return {peer for peer in peers if not (peer in waits and _meet(wait, waits[peer]))}
 
 
 def _meet(one: Wait, other: Wait) -> bool:
     """Return True if two calls name each other; `_unmatched` compares their communicators and tags."""
-    return (one.to == other.rank and other.source in (one.rank, ANY)) or (
-        other.to == one.rank and one.source in (other.rank, ANY)
+    return (one.dest == other.rank and other.source in (one.rank, ANY)) or (
+        other.dest == one.rank and one.source in (other.rank, ANY)
     )
 
 
@@ -181,8 +181,8 @@ def _mismatches(waits: Mapping[int, Wait]) -> list[Finding]:
     """Members of one communicator that wait in different collectives of it, or with different roots."""
     collectives = [wait for wait in waits.values() if wait.is_collective]
     found = []
-    for members in {wait.pair[1] for wait in collectives}:
-        here = [wait for wait in collectives if wait.pair[1] == members]
+    for members in {wait.collective[1] for wait in collectives}:
+        here = [wait for wait in collectives if wait.collective[1] == members]
         calls: dict[tuple[str, int | None, str], list[Wait]] = defaultdict(list)
         for wait in here:
             calls[wait.same].append(wait)
@@ -209,7 +209,7 @@ def _other_communicators(collectives: Sequence[Wait]) -> list[Finding]:
     """Ranks that make the same collective on communicators of other members, or on ones that overlap in a circle."""
     found = []
     for one, other in itertools.combinations(collectives, 2):
-        missed = one.pair[1] != other.pair[1] and other.rank in one.members and one.rank in other.members
+        missed = one.collective[1] != other.collective[1] and other.rank in one.members and one.rank in other.members
         if missed and one.op == other.op:
             odd = one if len(one.members) < len(other.members) else other
             both = (f"rank {w.rank} in {w.what} ({len(w.members)} ranks) at {w.place}" for w in (one, other))
@@ -233,7 +233,7 @@ def _ended(
         call = f"{first.what} at {first.place}"
         if collectives:
             kind, text = "ended", f"{call}, in which {who} {_verb(others, 'wait')}: a call is missing"
-        elif first.to in ranks:
+        elif first.dest in ranks:
             kind, text = "send", f"receiving what {who} {_verb(others, 'send')} ({call}): a send without a receive"
         else:
             kind, text = "receive", f"sending what {who} {_verb(others, 'wait')} for ({call}): a receive without a send"
@@ -248,7 +248,7 @@ def _unmatched(waits: Mapping[int, Wait]) -> list[Finding]:
     """Pairs of a send and a receive that name each other, and do not meet."""
     found = []
     for send, receive in itertools.permutations(waits.values(), 2):
-        if send.to != receive.rank or receive.source != send.rank:
+        if send.dest != receive.rank or receive.source != send.rank:
             continue
         both = (
             f"rank {send.rank} in {send.what} at {send.place}, rank {receive.rank} in {receive.what} at {receive.place}"
@@ -278,7 +278,7 @@ def _circle(waits: Mapping[int, Wait], awaited: Mapping[int, set[int]]) -> list[
     messages = [wait for wait in here if not wait.is_collective]
     if messages and len(messages) < len(here):
         first = messages[0]
-        kind = "send" if isinstance(first.to, int) and first.op.lower() not in PAIRS else "receive"
+        kind = "send" if isinstance(first.dest, int) and first.op.lower() not in PAIRS else "receive"
         what = "a send without a receive" if kind == "send" else "a receive without a send"
         ranks = (first.rank,)
         text = f"waits in {first.what} for a rank that is in a collective, and waits for it: {what} (waits: {chain})"
@@ -312,14 +312,14 @@ def _all_there(waits: Mapping[int, Wait]) -> list[Finding]:
     return [Finding(ranks, "arrived", text)]
 
 
-def shortest_cycle(wanted: Mapping[int, set[int]]) -> list[int]:
+def shortest_cycle(awaited: Mapping[int, set[int]]) -> list[int]:
     """A shortest cycle in a graph of waits: who waits for whom."""
     best: list[int] = []
-    for first in sorted(wanted):
+    for first in sorted(awaited):
         ways, seen = [[first]], {first}
         while ways and not (best and len(ways[0]) >= len(best)):
             way = ways.pop(0)
-            for following in sorted(wanted.get(way[-1], ())):
+            for following in sorted(awaited.get(way[-1], ())):
                 if following == first:
                     best, ways = way, []
                     break

@@ -164,9 +164,9 @@ def read_answers(paths: Iterable[Path]) -> list[tuple[dict[str, Any], float]]:
 
 
 def sort_out(latest: Mapping[int, tuple[dict[str, Any], float]], since: float, is_over: bool = False) -> Asked:
-    """By rank its last answer, and when that was written: which are newer than a question, and why the others are not.
+    """Sort the ranks: those with an answer written `since` a question, and those without, with the reason.
 
-    The answer of a rank that has ended counts whenever it was written.
+    `latest` has by rank its last answer, and when that was written.  That of a rank that has ended counts always.
     """
     gone = {rank: _gone(answer) for rank, (answer, _) in latest.items()}
     is_over = is_over or (bool(gone) and all(gone.values()))
@@ -186,16 +186,16 @@ def _gone(answer: Mapping[str, Any]) -> str:
     return f"process {answer['process']} on {answer['host']} {state}" if state else ""
 
 
-def _frozen(answer: Mapping[str, Any], folder: Path, asked: float) -> dict[str, Any] | None:
+def _frozen(answer: Mapping[str, Any], folder: Path, since: float) -> dict[str, Any] | None:
     """The answer of a rank that has only written its stack; None if it has written none.
 
-    Its time is now; of a rank that is gone when it was `asked`, or when it wrote, if that was later.
+    Its time is now; of a rank that is gone it is `since`, when all were asked, or when it wrote, if that was later.
     """
     path = folder / f"{answer['host']}-{answer['process']}{STACK}"
     text, written = read(path, links=False).decode(errors="replace"), time_of(path)
     if not text:
         return None
-    at = max(asked, written) if _gone(answer) else time.time()
+    at = max(since, written) if _gone(answer) else time.time()
     match = _AFTER.match(text)
     after = sum(float(part) * unit for part, unit in zip(match.groups(), (3600, 60, 1), strict=True)) if match else 0.0
     stack = frames_of(text, answer.get("thread"))

@@ -73,7 +73,7 @@ class Sampler(threading.Thread):
         self._began = time.time()
         self._asked = time_of(self._request)
 
-    def place(self) -> dict[str, Any]:
+    def who(self) -> dict[str, Any]:
         """`rank`, `ranks`, and what else is to be in an answer."""
         raise NotImplementedError
 
@@ -86,6 +86,7 @@ class Sampler(threading.Thread):
         raise NotImplementedError
 
     def end(self) -> None:
+        """Look and answer no more."""
         self.over.set()
         self.join()
 
@@ -129,7 +130,7 @@ class Sampler(threading.Thread):
             "call": call,
             "stack": stack,
             "file": _file_call() if call is None and seconds else "",
-            **self.place(),
+            **self.who(),
         }
 
     def write(self, answer: dict[str, Any]) -> None:
@@ -176,7 +177,7 @@ class Watcher(Sampler):
         os.ftruncate(self._stack, 0)
         self.write(self.answer(FAILED if error else ENDED) | {"code": code, "error": error})
 
-    def place(self) -> dict[str, Any]:
+    def who(self) -> dict[str, Any]:
         mpi = running_mpi()
         if mpi is not None:  # a launcher of another MPI has made worlds of one rank
             return {"rank": mpi.COMM_WORLD.rank, "ranks": mpi.COMM_WORLD.size}
@@ -239,12 +240,12 @@ class Watcher(Sampler):
 
     def _leave_timer_to_program(self) -> None:
         """Python has one timer for stacks: as soon as the program wants it, it is the program's."""
-        really_dump = faulthandler.dump_traceback_later
+        dump_later = faulthandler.dump_traceback_later
 
         def dump(*arguments: Any, **options: Any) -> None:
             if threading.current_thread() is not self:
                 self._has_timer = False
-            really_dump(*arguments, **options)
+            dump_later(*arguments, **options)
 
         faulthandler.dump_traceback_later = dump
 
