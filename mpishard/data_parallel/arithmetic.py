@@ -134,7 +134,7 @@ class Arithmetic:
         step, text = saved.get("steps", 0), ""
         if not _was_reproducible(saved):
             text = "its earlier steps were without reproducible=True"
-        elif not _arithmetic(saved):
+        elif not _saved_facts(saved):
             text = "the checkpoint does not say with which BLAS kernels, shards and micro-batches it was made"
         elif found := self._differences(saved):
             self._change(f"from step {step} on other bits than in one run: {_both(found)}", rank)
@@ -149,7 +149,7 @@ class Arithmetic:
 
     def _differences(self, saved: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         """The name, the saved and the own value of each fact that would differ; a fact that one side lacks does not."""
-        theirs = _arithmetic(saved)
+        theirs = _saved_facts(saved)
         pairs = [(name, theirs[name], own) for name, own in self.own.items() if name in theirs]
         return [pair for pair in pairs if pair[1] != pair[2]]
 
@@ -167,7 +167,7 @@ def _shards(parameters: FlatParameters) -> str:
     return f"1 on {tensor} tensor ranks" if parameters.sums_by_mpi and tensor > 1 else str(shards)
 
 
-def _arithmetic(saved: Mapping[str, Any]) -> dict[str, str]:
+def _saved_facts(saved: Mapping[str, Any]) -> dict[str, str]:
     """The facts of a state on which bits depend, each as a short text; none if the state has no facts."""
     theirs = saved.get(ARITHMETIC)
     return {name: brief(value) for name, value in theirs.items()} if isinstance(theirs, Mapping) else {}

@@ -2,8 +2,7 @@
 
 `Sharding` is the table of them.  `Strategy` has which ranges of the flat parameters this rank updates, and how its
 `GradientReducer` sums gradients over ranks; it all-gathers the new parameters. The optimizer divides by the number of
-samples.
-The stages are those of Rajbhandari et al., "ZeRO" (2020), section 5.
+samples. The stages are those of Rajbhandari et al., "ZeRO" (2020), section 5.
 
 Order of summation: the micro-batches, in the gradient buffer; the copies of a tensor within one data coordinate
 (`TensorCopies`); the data axis. With `reproducible`, the copies on the tensor axis come first; `OrderedSums` then
@@ -103,8 +102,8 @@ class Strategy:
 
     def __init__(self, sharding: Sharding, config: ShardingConfiguration, parameters: FlatParameters) -> None:
         self.sharding: Sharding = sharding
-        self.mesh: Mesh
-        self.mesh = mesh = config.mesh
+        mesh = config.mesh
+        self.mesh: Mesh = mesh
         self.axis: Axis = mesh.data
         # The ranks that take a step together: every element is in the ``ownership.counted_parts`` of exactly one of
         # them. Each rank of a worker has the worker's whole gradient, so that these ranks need no agreement.

@@ -7,11 +7,8 @@ Read ``phases`` first, the states of a process; then ``optimizer``, ``loop`` and
 ``membership``, ``roles``, ``resizing``, ``healing``, ``requests`` and ``spawning``: a change of the workers;
 ``mesh_choice``, ``mesh_limits`` and ``auto_layouts``: their mesh; ``control``: who asks.
 
-Within a job: `ElasticOptimizer`, its loop (transactions, healing, resizing), the processes of the run and those that
-are spawned for it, the committed state and its copies, and requests from outside.  Around a job: the supervisor, which
-starts the job again.
-
-Failures that end the job, which `mpishard run` then starts again from its newest checkpoint:
+All of it is within a job.  Around a job is the supervisor (`mpishard.launch`).  Failures that end the job, which
+`mpishard run` then starts again from its newest checkpoint:
 
 - of a process and of its buddy at once;
 - of any process where there is one worker only, which has no buddy;

@@ -58,7 +58,7 @@ class ElasticLoop:
         elastic_options: ElasticOptions,
         problem: Objective[Any],
         optimizer: ShardedOptimizer,
-        options: RunOptions,
+        run_options: RunOptions,
     ) -> None:
         # A joining process is alone until it has joined the run, which has the state and the progress bar.
         joins = is_joining()
@@ -69,7 +69,7 @@ class ElasticLoop:
         training = TrainingRun(
             problem,
             optimizer,
-            replace(options, resume=False) if joins else options,
+            replace(run_options, resume=False) if joins else run_options,
             Scaling(elastic_options.scaling, first),
             begins=not joins,
             transactional=True,
@@ -240,7 +240,7 @@ class ElasticLoop:
         run.agreements.agree_as_workers()  # either all workers continue with the resizing, or none
         run.agreements.end_steps()
         if run.membership.rank == 0:
-            run.membership.order(order)
+            run.membership.send_order(order)
         self._order = order
         return PhaseEvent.ORDERED
 

@@ -104,7 +104,7 @@ class Membership:
     is in which worker.
     """
 
-    lost: ClassVar[bool] = False
+    lost: ClassVar[bool] = False  # a process was lost in some run of this one: MPI_Finalize may wait for it
 
     def __init__(self, comm: MPI.Intracomm, place: ModelParallelRank, workers: int) -> None:
         self._place = place
@@ -160,7 +160,7 @@ class Membership:
         """True if this process is part of a worker."""
         return self.rank < self.roles.working
 
-    def order(self, order: Order) -> None:
+    def send_order(self, order: Order) -> None:
         """Send the spares an order.  Called by rank 0 alone."""
         numbers = np.array(order, np.int64)
         for spare in range(self.roles.working, self.roles.size):
@@ -169,7 +169,7 @@ class Membership:
     def fail(self) -> Axis:
         """Order the spares to raise an error with the workers; returns the axis of all."""
         if self.rank == 0:
-            self.order(Order(0))
+            self.send_order(Order(0))
         return self.axis
 
     def wait_for_order(self) -> Order:

@@ -106,19 +106,19 @@ _NUMBER = _WORKERS * _SIZE * _SIZE
 class WorkerTarget:
     """The wanted number of workers, within limits; the last request of any rank counts.
 
-    `workers` is the request at the beginning, as of `encoded`; 0 in a joining process, which gets it from the run.
-    `request` and `agreed` are this rank's last request, and the last one that all ranks know.  `most` limits the
+    `request` and `agreed` are this rank's last request, and the last one that all ranks know.  Both begin with the
+    `request` of creation, as of `encoded`; 0 in a joining process, which gets it from the run.  `most` limits the
     workers: `max_workers`, or fewer if a batch has fewer samples.
 
     A request is an integer, of three parts: its own number in the high bits; then the pipeline and tensor size, 0 if no
     mesh was asked for; and the number of workers in the low bits.  So the largest of all requests is the last.
     """
 
-    def __init__(self, workers: int, min_workers: int, max_workers: int) -> None:
+    def __init__(self, request: int, min_workers: int, max_workers: int) -> None:
         self.min_workers = min_workers
         self.max_workers = self.most = max_workers
-        self.request: int = workers
-        self.agreed: int = workers
+        self.request: int = request
+        self.agreed: int = request
 
     @property
     def agreed_size(self) -> int:
@@ -155,7 +155,7 @@ class WorkerTarget:
         self.request = number * _NUMBER + self.encoded(int(workers), mesh)
 
     def adopt_request(self, request: int) -> None:
-        """Set the number of workers to a request that all ranks have agreed on."""
+        """Note a request that all ranks have agreed on, unless a later one is known."""
         self.agreed = max(request, self.agreed)
 
     def cap_workers(self, processes: int) -> None:
@@ -223,6 +223,7 @@ class Recruiter:
         return request
 
     def dismiss(self) -> None:
+        """Cancel the request, if there is one."""
         if self._request is not None:
             self._request.give_up()
             self._request = None

@@ -33,7 +33,7 @@ from mpishard.training.run import TrainingRun
 
 
 class WorkerMesh:
-    """Frees the communicators, makes them again for other workers, and revokes them after a death.
+    """The communicators of the workers: frees them, makes them again for others, and revokes them after a death.
 
     `chosen_for` is what the mesh was chosen for, where a run chooses it: the number of processes, and the mesh that was
     asked for, if any.

@@ -24,7 +24,7 @@ class Member(NamedTuple):
 
     identity: int | None  # stays the same for the whole run; None: not assigned yet
     free: int  # identities below it may be taken
-    post: int  # model-parallel rank
+    post: int  # its model-parallel rank, as one number below the size of a cell
     workers: int  # the number of workers that it wants; 0 if it does not know
     leaves: bool  # it has been asked to leave
     ends: bool  # it knows that the run ends
@@ -37,13 +37,13 @@ class Roles:
     """The processes of a run in an order in which those of the workers come first, as `Mesh.rebind` expects them.
 
     `workers` is the number of workers, `cell` the number of processes in each.  The other fields have one entry for
-    each process.
+    each process, as `Member` has them.
     """
 
     workers: int
     cell: int
     ranks: tuple[int, ...]  # axis ranks
-    posts: tuple[int, ...]  # model-parallel ranks
+    posts: tuple[int, ...]
     # A process keeps its identity for the whole run, while its place in this order changes.
     identities: tuple[int, ...]
     left: tuple[bool, ...]  # it has been asked to leave, and waits for the end of the run

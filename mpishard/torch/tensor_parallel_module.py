@@ -29,10 +29,7 @@ from mpishard.torch.units import HOW_TO_SAVE, ModuleHook, tensors_in
 
 
 class TensorPart(NamedTuple):
-    """How a parameter is cut: of each of the `packed` layers in one of its dimensions rank r has a run of it.
-
-    That is ``[offsets[r], offsets[r + 1])``, counted from the beginning of the layer.
-    """
+    """How a parameter is cut: rank r has ``[offsets[r], offsets[r + 1])`` of each of the `packed` layers in `dim`."""
 
     dim: int
     packed: int
