@@ -93,7 +93,7 @@ class LossOfLabels:
         self.is_due = False  # in the pass under way
 
     def keeps(self, cut: LayerCut) -> bool:
-        """Whether the outputs of a layer stay in parts in the pass under way. Not collective."""
+        """Return True if the outputs of a layer stay in parts in the pass under way. Not collective."""
         return self.is_due and cut is self._head
 
     def begin(self, kwargs: Mapping[str, Any]) -> None:

@@ -28,13 +28,13 @@ COLLECTIVES = frozenset(
 SENDS = frozenset("send ssend bsend rsend".split())
 RECEIVES = frozenset("recv probe mprobe".split())
 PAIRS = frozenset("sendrecv sendrecv_replace".split())
-_WAITS = frozenset("wait waitall waitany waitsome".split())
 _OF_COMM = COLLECTIVES | SENDS | RECEIVES | PAIRS
+_OF_REQUEST = frozenset("wait waitall waitany waitsome".split())
 COLLECTIVE_ON_WIN = frozenset("fence free create allocate allocate_shared create_dynamic".split())
 _OF_WIN = COLLECTIVE_ON_WIN | frozenset("lock lock_all start complete wait".split())
 _OF_FILE = frozenset("open close set_size set_view preallocate sync".split())
 # Classes of mpi4py, and which of their methods wait for other ranks; File has also those that end in _all and the like.
-_WAITING = {"Comm": _OF_COMM, "Win": _OF_WIN, "File": _OF_FILE, "Request": _WAITS, "Message": frozenset({"recv"})}
+_WAITING = {"Comm": _OF_COMM, "Win": _OF_WIN, "File": _OF_FILE, "Request": _OF_REQUEST, "Message": frozenset({"recv"})}
 # Names that other classes have, too: they count only where the receiver is known, or called a communicator.
 _COMMON = frozenset(
     "barrier send recv wait free split create dup sub merge connect accept open close sync start complete lock probe "
@@ -159,7 +159,7 @@ def _waits(name: str, method: str, on: str, kind: str) -> bool:
     if "comm" in on.lower() and name in _OF_COMM:
         return True
     # Methods of buffers begin with a capital letter, as few of other classes do.
-    return name in (_OF_COMM | _WAITS if method != name else _OF_COMM - _COMMON)
+    return name in (_OF_COMM | _OF_REQUEST if method != name else _OF_COMM - _COMMON)
 
 
 def _is_a(value: Any, kind: type) -> bool:

@@ -20,7 +20,7 @@ from mpishard.watch.folder import ask, end_job, read_folder
 from mpishard.watch.sampler import RUNS, WAITS
 
 GUARD = "--guard"
-# It reads the files of all ranks every twentieth of the time limit, at most and at least so often.
+# It reads the files of all ranks again after this part of the time limit, and after these least and most seconds.
 _SHARE, _LOOK_S, _REST_S = 1 / 20, 0.5, 600.0
 _ANSWER_S = 4.0  # for the answers of all ranks
 # From the request to end the job until the guard kills rank 0, which ends it too.

@@ -30,9 +30,9 @@ LOOK_S = 1.0
 LONG_S = 15.0  # after such a wait a rank asks all by itself
 # If the thread cannot look for this many seconds, the stack is written without it.
 _FROZEN_S = 5.0
-# With a time limit of fewer seconds so long after it: MPI_Init keeps Python's lock, and is no hang.
+# With a shorter time limit this many seconds after it: MPI_Init keeps Python's lock, and is no hang.
 _INIT_S = 2.0
-# With a time limit of fewer seconds it looks more often: so often within the limit.
+# Within a time limit it looks at least so often.
 _LOOKS = 4
 # A rank that has waited so much longer than the limit ends the job itself: its guard, or the disk, does not work.
 _LATE, _LATE_S = 0.1, 15.0
