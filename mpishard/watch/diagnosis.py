@@ -100,6 +100,8 @@ def diagnose(answers: Sequence[Mapping[str, Any]], absent: Mapping[int, str], ra
         found += _circle(waits, awaited)
     if not found:
         found += _all_there(waits)
+        if any(finding.kind == "request" for finding in found):
+            found[:0] = _elsewhere([answer for rank, answer in by_rank.items() if rank not in waits])
     return found
 
 
@@ -170,6 +172,16 @@ def _running(answer: Mapping[str, Any]) -> Finding:
     step = f" in step {answer['step']}" if answer.get("step") else ""
     last = f"; its last call was {answer['recent'][-1]}" if answer.get("recent") else ""
     return Finding((answer["rank"],), "computes", f"is waited for, and {how} at {_place(answer)}{step}{last}")
+
+
+def _elsewhere(answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """The ranks that compute while others wait for a request, which does not tell for whom."""
+    here = [answer for answer in answers if answer["state"] not in (ENDED, FAILED) and not answer["file"]]
+    if not here:
+        return []
+    ranks = tuple(sorted(answer["rank"] for answer in here))
+    places = ", ".join(sorted({_place(answer) for answer in here})[:3])
+    return [Finding(ranks, "computes", f"{_verb(ranks, 'compute')} at {places}, and may be waited for")]
 
 
 def _outside(wait: Wait) -> Finding:

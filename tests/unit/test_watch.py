@@ -244,6 +244,12 @@ CASES = {
         {},
         [("request", (1,))],
     ),
+    # As after Iallreduce, to which ranks 1 and 2 have not come.
+    "request of others": (
+        [*(waits(r, "Wait", kind="Request") for r in (0, 3)), *(says(r, "runs") for r in (1, 2))],
+        {},
+        [("computes", (1, 2)), ("request", (0, 3))],
+    ),
     "all": ([waits(r, "Allreduce") for r in range(4)], {}, [("arrived", (0, 1, 2, 3))]),
     "spawned": (
         [waits(0, "Recv", members=[-1, -1, 0], source=1, tag=0), *(waits(r, "Barrier") for r in (1, 2, 3))],
