@@ -162,8 +162,7 @@ class ElasticLoop:
             training.save_best()
             began = time.perf_counter()
             try:
-                if self._run.options.audit == REPLICAS:
-                    compare_replicas(training.optimizer, training.report.audit_found)
+                self._compare_replicas()
                 outcome = transactions.take_step()
             except WrongPart as found:
                 return self._put_out(found)
@@ -176,7 +175,13 @@ class ElasticLoop:
         else:  # a death came between the commit of the last step and the decision after it
             training.evaluate()
             decisions.decide()
-        return PhaseEvent.STOPPED if transactions.status.stop_reason else self._pass_on(PhaseEvent.WORKS)
+        if not transactions.status.stop_reason:
+            return self._pass_on(PhaseEvent.WORKS)
+        try:
+            self._compare_replicas(last=True)
+        except WrongPart as found:
+            return self._put_out(found)
+        return PhaseEvent.STOPPED
 
     def _wait(self) -> PhaseEvent:
         self._order = self._run.membership.wait_for_order()
@@ -243,6 +248,12 @@ class ElasticLoop:
             run.membership.send_order(order)
         self._order = order
         return PhaseEvent.ORDERED
+
+    def _compare_replicas(self, last: bool = False) -> None:
+        """Compare what the workers hold, if that is audited.  Collective over the workers."""
+        if self._run.options.audit == REPLICAS:
+            training = self._run.training
+            compare_replicas(training.optimizer, training.report.audit_found, last=last)
 
     def _put_out(self, found: WrongPart) -> PhaseEvent:
         """Have the ranks leave that the audit has found; the others take the step again, which has come to nothing.

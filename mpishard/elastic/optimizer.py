@@ -95,8 +95,8 @@ class ElasticOptimizer:
         worker computes too, drawn anew in each step; in steps that have such a one, sums over ranks are checked, too.
         Where the bits differ all workers compute that micro-batch, or a third one adds up that sum.  Who is not with
         the majority is named, with host and step, and works no more; the others take the step again.  For DDP and
-        ZeRO-1 with ``reproducible=True`` on a data axis alone.  "replicas": every 10 steps parameters, and under DDP
-        state, of all workers are compared, and who differs takes them from the majority.
+        ZeRO-1 with ``reproducible=True`` on a data axis alone.  "replicas": every 10 steps, and after the last one,
+        parameters, and under DDP state, of all workers are compared, and who differs takes them from the majority.
 
     Raises
     ------

@@ -411,14 +411,18 @@ def check_replicas(optimizer: ShardedOptimizer) -> dict[str, float | None]:
     return {"every": REPLICAS_EVERY, "mean_steps": mean, "most_steps": most}
 
 
-def compare_replicas(optimizer: ShardedOptimizer, note: Callable[[Mapping[str, Any]], None]) -> None:
+def compare_replicas(
+    optimizer: ShardedOptimizer, note: Callable[[Mapping[str, Any]], None], *, last: bool = False
+) -> None:
     """Between two steps, compare parameters and state of all ranks if that is due; who differs takes them from others.
+
+    It is due every `REPLICAS_EVERY` steps, and after the `last` one.
 
     Collective over the data axis.  `note` gets the facts of what is mended, for the record.  Raises WrongPart on all
     ranks if there is no majority.
     """
     axis, step = optimizer.axis, optimizer.clock
-    if step % REPLICAS_EVERY or axis.size == 1:
+    if (step % REPLICAS_EVERY and not last) or axis.size == 1:
         return
     whole = [
         shard
@@ -432,7 +436,7 @@ def compare_replicas(optimizer: ShardedOptimizer, note: Callable[[Mapping[str, A
         digest, votes = Counter(found).most_common(1)[0]
         if votes == axis.size:
             continue
-        places, right = _places(axis), max(0, step - REPLICAS_EVERY)
+        places, right = _places(axis), max(0, (step - 1) // REPLICAS_EVERY * REPLICAS_EVERY)
         facts = {"step": step, "kind": shard.kind, "last_right": right}
         names, since = _names(places), f"steps and checkpoints after step {right} may have wrong parts of it"
         if axis.size < 3 or 2 * votes <= axis.size:

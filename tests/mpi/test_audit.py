@@ -287,6 +287,32 @@ def test_a_bit_that_flips_in_memory_is_mended(mesh, kind, capfd, folder):
     assert len(told) == (mesh.rank == 0)
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("steps", [3, 10, 12])
+def test_a_bit_that_flips_in_the_last_step_is_seen(mesh, steps, folder):
+    made = problem(**{**OPTIONS, "steps": steps})
+    optimizer = ElasticOptimizer(inner(mpishard.DDPOptimizer, mesh), audit="replicas")
+
+    def flip(state):
+        if state.step == steps and mesh.rank == WRONG:
+            (array,) = [each.array for each in optimizer.optimizer.state.capture().shards if each.kind == "parameters"]
+            array[3:4].view(np.uint64)[...] ^= np.uint64(1 << 40)
+
+    def found():
+        return bits(optimizer.optimize(made, callback=flip, progress=False, record=record))
+
+    with mpishard.RunRecord(folder / "run", mesh) as record:
+        if mesh.size == 2:
+            with pytest.raises(RuntimeError, match="parameters on each of rank 0 on .*rank 1 on"):
+                found()
+        else:
+            with mpishard.Mesh(MPI.COMM_SELF) as one:
+                assert found() == bits(inner(mpishard.DDPOptimizer, one).optimize(made, progress=False))
+        line = noted(mesh, folder)
+    outcome = "stopped" if mesh.size == 2 else "mended"
+    assert (line["step"], line["last_right"], line["outcome"]) == (steps, 10 * (steps > 10), outcome)
+
+
 ROWS = np.random.default_rng(5).standard_normal((24, 31))
 TARGETS = np.linspace(-1, 1, 24)
 
