@@ -157,8 +157,8 @@ def styles_of(module: Any, plan: Any) -> dict[str, Style]:
         style = _style_of(pattern, value, "the module's own plan" if own else "the plan")
         if not matches:
             raise ValueError(
-                f"the plan names {pattern!r}, and the module has no such layer; it has {listed(paths)}: see "
-                "module.named_modules()"
+                f"the plan names {pattern!r}, and the module has no such layer; it has "
+                f"{_alike(pattern, paths) or listed(paths)}: see module.named_modules()"
             )
         for each in matches:
             before, known = found.setdefault(each, (pattern, style))
@@ -173,6 +173,15 @@ def styles_of(module: Any, plan: Any) -> dict[str, Style]:
                 "experts, which have 'moe_tp_experts' or 'ep_dispatch_experts', have styles of their own"
             )
     return styles
+
+
+def _alike(pattern: str, paths: Sequence[str]) -> str:
+    """The first layer whose name ends as a pattern that fits none, or no text."""
+    last = pattern.rpartition(".")[2]
+    found = [path for path in paths if fnmatchcase(path.rpartition(".")[2], last)]
+    if last == "*" or not found:
+        return ""
+    return f"{found[0]!r}, and * is one part of a name, between two dots"
 
 
 def _fits(pattern: str, path: str) -> bool:

@@ -135,7 +135,8 @@ def wrapped():
     ("make", "plan", "ranks", "message"),
     [
         (Transformer, {"layers.*.up": "column"}, 2, r"'column' for 'layers\.\*\.up'.*colwise"),
-        (Transformer, {"layers.*.nothing": "colwise"}, 2, r"'layers\.\*\.nothing'"),
+        (Transformer, {"layers.*.nothing": "colwise"}, 2, r"'layers\.\*\.nothing'.*it has tokens"),
+        (Transformer, {"*.up": "colwise"}, 2, r"it has 'layers\.0\.up', and \* is one part"),
         (Transformer, {"layers.0.up": "colwise", "layers.*.up": "rowwise"}, 2, r"'layers\.0\.up' two styles"),
         (Transformer, {"last": "colwise"}, 2, "'last' is a LayerNorm"),
         (Transformer, {"layers.*.q": "colwise", "layers.*.o": "rowwise"}, 4, "3 heads for tensor=4"),
