@@ -284,6 +284,7 @@ class TensorParallelModule:
         try:  # a rank may die while the parts are gathered
             for name, values in own.items():
                 self._tensors[name].data = self.whole(name, values)
+            torch.clear_autocast_cache()  # which has the parts, in half precision
             yield
             for name, p in self._tensors.items() if writeback else ():
                 broadcast_values(p, self._mesh.world if whole_on_data_ranks else self._axis)
@@ -294,6 +295,7 @@ class TensorParallelModule:
             self._set_attentions(whole=False)
             for name, values in own.items():
                 self._tensors[name].data = values
+            torch.clear_autocast_cache()
 
     def _check_summoned(self, *_: Any, **__: Any) -> None:
         self._check_alive()
@@ -382,6 +384,7 @@ class TensorParallelModule:
             finally:
                 for child, mode in modes.items():
                     child.training = mode
+                torch.clear_autocast_cache()  # of weights that have no gradients here
 
 
 def specs_of(tensors: Mapping[str, Any], cuts: TensorParallelModule | None) -> list[ParameterSpec]:

@@ -223,6 +223,25 @@ def test_parameters_of_half_precision_keep_their_masters(tensor_mesh, folder):
     check_masters(TENSOR, tensor_mesh, folder)
 
 
+@needs_ranks
+def test_a_first_pass_under_autocast_keeps_no_weights_in_half_precision(tensor_mesh):
+    """Which PyTorch knows by their parameter, of whatever values and gradients."""
+    module, whole = fresh().float(), fresh().float()
+    optimizer = distributed(module, tensor_mesh)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(module, words_of(0))
+        with mpishard.torch.summon_full_parameters(module):
+            expected, summoned = loss_of(whole, words_of(0)), loss_of(module, words_of(0))
+    loss.backward()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
+    assert summoned.item() == expected.item()
+    norm = torch.nn.utils.clip_grad_norm_([p for p in whole.parameters() if p.requires_grad], 1e9)
+    assert float(optimizer.clip_grad_norm_(1e9)) == pytest.approx(float(norm), rel=5e-2)
+    optimizer.step()
+    optimizer.close()
+
+
 # Modules as they are there.
 
 
