@@ -236,6 +236,8 @@ class Survey:
                 if len(self.boundaries) < staged.count - 1:
                     where = repr(staged.layers[self._last].path) if self._last >= 0 else "the beginning"
                     raise unfit_code(where, error) from error
+            finally:
+                torch.clear_autocast_cache()  # which has weights of this pass, without values
         if len(self.boundaries) < staged.count - 1:
             missing = staged.layers[staged.firsts[len(self.boundaries) + 1]].path
             raise ValueError(

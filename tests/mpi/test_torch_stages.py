@@ -87,6 +87,19 @@ def test_other_schedules(pipeline_mesh, schedule, zero):
     assert_same_parameters(module, whole, atol=1e-12)
 
 
+@needs_ranks
+def test_a_call_under_autocast_keeps_no_weights_without_values(pipeline_mesh):
+    layers = pipeline_mesh.pipeline.size
+    whole, module = fresh(layers=layers).float(), fresh(layers=layers).float()
+    optimizer = distributed(module, pipeline_mesh)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = optimizer.loss_and_gradient(loss_of, words_of(0))
+        expected = loss_of(whole, words_of(0))
+    assert loss == pytest.approx(expected.item(), rel=1e-2)
+    optimizer.step()
+    optimizer.close()
+
+
 @pytest.mark.parametrize("zero", [0, *variants.full(2)])
 def test_the_norm_is_that_of_the_whole_gradient(pipeline_mesh, zero):
     check_norm(STREAMS, pipeline_mesh, zero)
