@@ -350,6 +350,8 @@ def _why_not(module: Any) -> str:
         return "takes no input_ids, position_ids, attention_mask and use_cache"
     if getattr(module.config, "is_encoder_decoder", False):
         return "has an encoder"
+    if getattr(module.config, "output_router_logits", False):
+        return "takes the balance of its experts over all tokens: set output_router_logits=False"
     if list(takes.values())[-1].kind is not inspect.Parameter.VAR_KEYWORD or not module._can_set_attn_implementation():
         return "does not give its attentions keyword arguments"
     return ""
