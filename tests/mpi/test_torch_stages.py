@@ -228,11 +228,10 @@ def test_an_error_in_a_call_without_gradients_is_raised_on_all_ranks(pipeline_me
 # Errors on one stage.
 
 
-def fails_in(where, module, mesh):
-    """A function whose loss fails at the last stage, or a gradient of the first stage, once it `begins`."""
-    left = []  # micro-batches until it fails, on data rank 0
+def fails_in(where, left):
+    """A function whose loss, or a hook, fails where it pops a False of `left`, of which a micro-batch takes one."""
 
-    def count():
+    def count(*_):
         if left and not left.pop():
             raise ValueError(f"nothing comes of the {where}")
 
@@ -242,14 +241,7 @@ def fails_in(where, module, mesh):
             count()
         return loss
 
-    if where == "gradient" and mesh.pipeline.rank == 0:
-        module.encoder.weight.register_hook(lambda gradient: count())
-
-    def begins():
-        if mesh.data.rank == 0:
-            left[:] = [False, True]
-
-    return function, begins
+    return function, count
 
 
 @needs_ranks
@@ -260,17 +252,20 @@ def fails_in(where, module, mesh):
 def test_an_error_on_one_stage_is_raised_on_all_and_training_goes_on(pipeline_mesh, where, zero):
     """In the second of three micro-batches, on one data rank; the gradients of the step are dropped."""
     mesh, whole, module = pipeline_mesh, made("streams"), made("streams")
-    function, begins = fails_in(where, module, mesh)
+    left, second = [], [False, True] * (mesh.data.rank == 0)
+    function, count = fails_in(where, left)
+    if where == "gradient" and mesh.pipeline.rank == 0:
+        module.encoder.weight.register_hook(count)
     optimizer = distributed(module, mesh, zero=zero)
     ends = mesh.data.rank, mesh.data.size
     optimizer.loss(function, words_of(0, *ends))
     for step in range(3):
         if step == 1:
-            begins()
+            left[:] = second
             with pytest.raises(ValueError, match=f"nothing comes of the {where}"):
                 optimizer.loss_and_gradient(function, words_of(step, *ends))
             if where == "loss":
-                begins()
+                left[:] = second
                 with pytest.raises(ValueError, match="nothing comes of the loss"):
                     optimizer.loss(function, words_of(step, *ends))
         optimizer.loss_and_gradient(function, words_of(step, *ends))
@@ -287,17 +282,7 @@ def test_an_error_of_one_tensor_rank_of_a_stage_is_raised_on_all(comm, where):
     if comm.size > 3:
         pytest.skip("three heads; test_torch_cut_stages.py has stages on several ranks")
     left = []
-
-    def count(*_):
-        if left and not left.pop():
-            raise ValueError(f"nothing comes of the {where}")
-
-    def function(module, words):
-        loss = loss_of(module, words)
-        if where == "loss":
-            count()
-        return loss
-
+    function, count = fails_in(where, left)
     with Mesh(comm, tensor=comm.size, debug=True) as mesh:
         whole, module = fresh(), fresh()
         optimizer = virtual_stages(module, mesh, 2, plan=PLAN)
