@@ -11,7 +11,6 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import raised_on_all
-from mpishard.comm.mesh import Mesh
 from mpishard.data.sampling import micro_batches
 from mpishard.data_parallel.method_state import Stages
 from mpishard.data_parallel.results import TrainingState
@@ -21,6 +20,7 @@ from mpishard.inverse.corrections import MULTIPLIERS, NUMBERS, Corrections, Cour
 from mpishard.inverse.functions import Attempts, Callback, EvaluationFailed, Functions, failure_in_words, sum_of_values
 from mpishard.inverse.mesh_run import HOW_TO_SUM, MinimizingRanks, check_identical, digest, exchange, parameters_of
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, result_of
+from mpishard.inverse.run_arguments import RunArguments
 from mpishard.inverse.run_files import expect_no_constraints
 from mpishard.inverse.unknowns import Unknowns, copy_of_point
 from mpishard.io import log
@@ -74,8 +74,8 @@ class ElasticMinimization(MinimizingRanks):
 
     With `samples`, of which the function is a sum, `functions` take them as an argument after the point or the
     direction; None: each rank computes the whole function. The ranks that share a Partition get the same samples, and
-    return one value, or with `reduction` "sum" their parts of it. `options` are of `ElasticOptimizer`. Raises
-    ValueError or TypeError on all ranks if an option of any is invalid.
+    return one value, or with `reduction` "sum" their parts of it. Raises ValueError or TypeError on all ranks if an
+    option of any is invalid.
     """
 
     def __init__(
@@ -83,13 +83,12 @@ class ElasticMinimization(MinimizingRanks):
         functions: Functions,
         unknowns: Unknowns,
         method: Method,
-        mesh: Mesh,
-        samples: int | None,
-        reduction: str | None,
-        options: dict[str, Any],
         callback: Callback,
         loop: LoopOptions,
+        run: RunArguments,
     ) -> None:
+        assert run.mesh is not None and run.elastic is not None
+        mesh, (options, samples) = run.mesh, run.elastic
         if mesh.size > mesh.data.size and not unknowns.has_fields:
             raise ValueError(
                 f"elastic= needs a mesh with a data axis alone, or a Partition as x0, got {mesh.sizes}; where other "
@@ -99,7 +98,8 @@ class ElasticMinimization(MinimizingRanks):
         super().__init__(unknowns, mesh, self._elastic.optimizer)
         self._functions = functions
         self._samples = samples
-        self._sums = reduction == "sum"
+        self._sums = run.reduction == "sum"
+        self._run = run
         self._callback = callback
         self._parameters = parameters_of(unknowns)
         given = mesh.world.allgather_object((callback.is_given, loop.disp))
@@ -125,7 +125,7 @@ class ElasticMinimization(MinimizingRanks):
         self._of_stage = intermediate
         self._unknowns.show()
 
-    def minimize(self, checkpoints: Any, resume: bool, record: Any) -> MinimizationOutcome:
+    def minimize(self) -> MinimizationOutcome:
         """Take steps until the method, the callback or a signal ends the minimisation.
 
         The result is on all ranks that are alive at the end.
@@ -142,7 +142,7 @@ class ElasticMinimization(MinimizingRanks):
             watched=self._watched,
         )
         if self._of_stage is None:
-            self._state.continue_by(_OneMinimization(checkpoints))
+            self._state.continue_by(_OneMinimization(self._run.checkpoints))
         if self._functions.has_weights and count > 1 and self.mesh.rank == 0:
             log.inform(
                 f"terms are added to the sum over {count} samples; an OptimizationProblem adds them to the mean, and "
@@ -152,9 +152,9 @@ class ElasticMinimization(MinimizingRanks):
             problem,
             callback=self._after_evaluation,
             progress=False,
-            checkpoints=checkpoints,
-            resume=resume,
-            record=record,
+            checkpoints=self._run.checkpoints,
+            resume=self._run.resume,
+            record=self._run.record,
         )
         minimizer, method = self.minimizer, self.minimizer.method
         progress, unknowns, reason = minimizer.progress, self._unknowns, found.stop_reason
@@ -322,28 +322,26 @@ class ElasticOuterLoop(Stages):
         self,
         corrections: Corrections,
         method: Method,
-        mesh: Mesh,
-        options: dict[str, Any],
         callback: Callback,
         loop: LoopOptions,
+        run: RunArguments,
     ) -> None:
         self._corrections, self._function = corrections, corrections.function
-        self._world, self._retries = mesh.world, loop.retries
+        self._retries = loop.retries
         self._optimality = math.nan  # at the end of the last minimisation
         functions = Functions(self._function.value_and_gradient, True, self._function.product, ())
         unknowns = self._function.unknowns
-        self._inner = ElasticMinimization(functions, unknowns, method, mesh, None, None, options, callback, loop)
+        self._inner = ElasticMinimization(functions, unknowns, method, callback, loop, run)
 
-    def run(
-        self, multipliers: Any, penalty: float | None, checkpoints: Any, resume: bool, record: Any
-    ) -> OptimizeResult:
+    def run(self, multipliers: Any, penalty: float | None) -> OptimizeResult:
         """Minimise until the method has converged, or something else ends it."""
-        inner, corrections, function, world = self._inner, self._corrections, self._function, self._world
+        inner, corrections, function = self._inner, self._corrections, self._function
+        world = inner.mesh.world
         inner.continue_by(self, lambda: corrections.intermediate(corrections.course))
         with raised_on_all(world):
             function.begin(lambda: inner.minimizer.progress, world, multipliers, penalty, self._retries)
         corrections.course = replace(corrections.course, penalty=function.penalty)
-        ended = inner.minimize(checkpoints, resume, record)
+        ended = inner.minimize()
         minimizer, optimality = inner.minimizer, self._optimality
         progress, message = minimizer.progress, ended.result.message
         if progress.evaluations:

@@ -10,12 +10,12 @@ import numpy as np
 
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.supervisor_reports import take_restart
+from mpishard.inverse.run_arguments import RunArguments
 from mpishard.inverse.run_files import LOOP_NUMBERS, report_resumed
 from mpishard.io import log
 from mpishard.launch.exit_codes import note_run
 from mpishard.layout.run_state import PARAMETERS, RunState, Shard, brief
 from mpishard.layout.tensors import WHOLE, LocalLayout, ParameterSpec
-from mpishard.record import RunRecord
 
 Array = Any
 Saved = tuple[dict[str, Any], Sequence[Array]]  # the numbers of an iterate, and its vectors
@@ -44,26 +44,17 @@ class IterationFiles:
     """Saves a method after iterations, and records them. Collective over the mesh, its creation too.
 
     A step is an iteration. `call` is the public function, `name` that of its method, which resumes no other. The
-    arguments have passed `check_files`. Raises as `RunFiles`.
+    arguments have passed `files_given`. Raises as `RunFiles`.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        checkpoints: Any,
-        resume: bool,
-        call: str,
-        name: str,
-        vectors: Vectors,
-        record: RunRecord | None = None,
-    ) -> None:
-        self._mesh, self._checkpoints, self._record = mesh, checkpoints, record
-        self._resumes = resume
+    def __init__(self, run: RunArguments, call: str, name: str, vectors: Vectors) -> None:
+        self._checkpoints: Any = run.checkpoints
+        self._record, self._resumes = run.record, run.resume
         self._call, self._name = call, name
         self._vectors = vectors
-        if checkpoints is not None:
-            checkpoints.rehearse()
-        if mesh.rank == 0 and not resume and take_restart():
+        if self._checkpoints is not None:
+            self._checkpoints.rehearse()
+        if run.mesh is not None and run.mesh.rank == 0 and not run.resume and take_restart():
             log.warn(f"this job was started again, and {call} begins from x0 again; resume=True continues")
 
     def load(self, take: Callable[[Mapping[str, Any]], None]) -> Array | None:

@@ -18,7 +18,7 @@ from mpishard.inverse.minimization import solve
 from mpishard.inverse.posterior import LaplacePosterior
 from mpishard.inverse.priors import Prior, numbers_of
 from mpishard.inverse.result import LoopOptions
-from mpishard.inverse.run_arguments import elastic_options, files_given
+from mpishard.inverse.run_arguments import RunArguments
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.minimizers.double_pass import DoublePass
 from mpishard.minimizers.elements import applied
@@ -142,13 +142,13 @@ def laplace(
             raise TypeError(f"prior={shown(prior)} must be a Prior, such as DiagonalPrior(variance)")
         x = result.x if hasattr(result, "x") else result
         unknowns = Unknowns(x)
-        workers = elastic_options(elastic, samples, reduction, mesh, unknowns)
+        run = RunArguments.checked(unknowns, mesh, reduction, samples, elastic, checkpoints, resume, record)
         options = DoublePass(rank=rank, oversampling=oversampling, power_iterations=power_iterations, seed=seed)
         same |= {"reduction": reduction, "samples": samples, "elastic": elastic}
         same |= {"prior": type(prior), "prior.factor": prior.has_factor}
         same |= {"rank": options.rank, "oversampling": options.oversampling, "seed": options.seed}
         same["power_iterations"] = options.power_iterations
-        same |= files_given(mesh, checkpoints, resume, record)
+        same |= run.files_given()
         same["x0"] = f"{unknowns.total} elements, {'cut' if unknowns.is_split else 'whole'}"
         if not unknowns.is_split:
             same |= numbers_of(prior)
@@ -173,19 +173,7 @@ def laplace(
         power_iterations=options.power_iterations,
         seed=options.seed,
     )
-    ended = solve(
-        functions,
-        method,
-        unknowns,
-        Callback(None),
-        LoopOptions(),
-        mesh=mesh,
-        reduction=reduction,
-        elastic=workers,
-        checkpoints=checkpoints,
-        resume=resume,
-        record=record,
-    )
+    ended = solve(functions, method, unknowns, Callback(None), LoopOptions(), run)
     if ended.reason == "signal":
         raise KeyboardInterrupt(
             f"laplace was stopped after {ended.progress.products} of up to {method.most_products} products"

@@ -15,7 +15,7 @@ from mpishard.comm.errors import OneRank
 from mpishard.inverse.functions import Callback, Watch, on_any, opening, world_of
 from mpishard.inverse.operators import MatrixOnRanks, OwnRows, RankSpace, check_shape, is_operator
 from mpishard.inverse.result import OptimizeResult, count_of
-from mpishard.inverse.run_arguments import files_given
+from mpishard.inverse.run_arguments import RunArguments
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.io import log
 from mpishard.launch.signals import Interrupts
@@ -209,10 +209,8 @@ def lsqr(
     >>> [round(float(each), 6) for each in x], istop, itn
     ([1.0, 1.0], 1, 2)
     """
-    files = {"checkpoints": checkpoints, "resume": resume, "record": record}
-    return _solved(
-        LSQR, A, b, damp, (atol, btol, conlim, iter_lim), show, calc_var, x0, callback=callback, mesh=mesh, **files
-    )
+    run = RunArguments(mesh, checkpoints=checkpoints, resume=resume, record=record)
+    return _solved(LSQR, A, b, damp, (atol, btol, conlim, iter_lim), show, calc_var, x0, callback, run)
 
 
 def cgls(
@@ -301,10 +299,8 @@ def cgls(
     >>> [round(float(each), 6) for each in cgls(A, [1.0, 2.0, 3.0]).x]
     [1.0, 1.0]
     """
-    files = {"checkpoints": checkpoints, "resume": resume, "record": record}
-    return _solved(
-        CGLS, A, b, damp, (atol, btol, conlim, iter_lim), show, calc_var, x0, callback=callback, mesh=mesh, **files
-    )
+    run = RunArguments(mesh, checkpoints=checkpoints, resume=resume, record=record)
+    return _solved(CGLS, A, b, damp, (atol, btol, conlim, iter_lim), show, calc_var, x0, callback, run)
 
 
 def _solved(
@@ -316,14 +312,10 @@ def _solved(
     show: Any,
     calc_var: Any,
     x0: Any,
-    *,
     callback: Any,
-    mesh: Mesh | None,
-    checkpoints: Any,
-    resume: Any,
-    record: Any,
+    run: RunArguments,
 ) -> LinearResult:
-    call = kind.__name__.lower()
+    call, mesh = kind.__name__.lower(), run.mesh
     with opening(mesh, call) as same:
         right = _right_side(b)
         unknowns = None if x0 is None else _start(x0, mesh)
@@ -336,7 +328,7 @@ def _solved(
         watcher = Callback(callback)
         same |= {"columns of A": unknowns.total, "A is an operator": is_operator(matrix), "damp": damp}
         same |= {**vars(limits), "calc_var": calc_var, "x0 is given": x0 is not None}
-        same |= files_given(mesh, checkpoints, resume, record)
+        same |= run.files_given()
     world = world_of(mesh)
     start = None if x0 is None else np.array(unknowns.given, np.float64)
     if start is not None and mesh is not None and not unknowns.has_fields:
@@ -357,10 +349,10 @@ def _solved(
         vectors = _vectors_of(method, unknowns, len(right), mesh)
         variances = " and calc_var=True" if calc_var else ""
         name = f"{call} with damp={damp}{variances}, {method.matrix.rows.total} rows and {unknowns.total} columns"
-        files = IterationFiles(mesh, checkpoints, resume, call, name, vectors, record)
+        files = IterationFiles(run, call, name, vectors)
     method.begin(right, start)
     if files is not None:
-        if checkpoints is not None:
+        if run.checkpoints is not None:
             method.note_order()
         flat = files.load(method.restore)
         if flat is not None:

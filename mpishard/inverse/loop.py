@@ -9,52 +9,25 @@ from mpishard.inverse.finite_differences import FiniteDifferences
 from mpishard.inverse.functions import Attempts, Callback, Functions, Watch, on_any
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table
 from mpishard.inverse.reverse_communication import EvaluationRequest, OneProcess, ReverseCommunication
+from mpishard.inverse.run_arguments import RunArguments
 from mpishard.inverse.unknowns import Unknowns, copy_of_point
 
 if TYPE_CHECKING:
-    from mpishard.checkpoint import Checkpoints
     from mpishard.inverse.corrections import Corrections
     from mpishard.inverse.inverse_hessian import InverseHessian
     from mpishard.inverse.mesh_run import MeshRanks
     from mpishard.inverse.run_files import RunFiles
-    from mpishard.record import RunRecord
 
 Array = Any
 
 
-def files_of(
-    optimizer: ReverseCommunication,
-    checkpoints: Checkpoints | None,
-    resume: bool,
-    record: RunRecord | None,
-    outer: Corrections | None = None,
-) -> RunFiles | None:
+def files_of(optimizer: ReverseCommunication, run: RunArguments, outer: Corrections | None = None) -> RunFiles | None:
     """The files of a minimisation on a mesh, from which it has resumed; None without a mesh. Collective."""
     if isinstance(optimizer.ranks, OneProcess):
         return None
     from mpishard.inverse.run_files import RunFiles
 
-    return RunFiles(optimizer.ranks, checkpoints, resume, record, outer)
-
-
-def run_loop(
-    optimizer: ReverseCommunication,
-    functions: Functions,
-    unknowns: Unknowns,
-    callback: Callback,
-    loop: LoopOptions,
-    checkpoints: Checkpoints | None = None,
-    resume: bool = False,
-    record: RunRecord | None = None,
-    differences: FiniteDifferences | None = None,
-) -> MinimizationOutcome:
-    """`evaluate_until_end` with files of its own, which end with it."""
-    files = files_of(optimizer, checkpoints, resume, record)
-    ended = evaluate_until_end(optimizer, functions, unknowns, callback, loop, files, differences)
-    if files is not None:
-        files.end(ended.reason)
-        optimizer.gather_result()  # the last checkpoint has the next point
-    return ended
+    return RunFiles(optimizer.ranks, run, outer)
 
 
 def evaluate_until_end(

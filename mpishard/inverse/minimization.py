@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpishard.arguments import shown
 from mpishard.inverse.finite_differences import FiniteDifferences
 from mpishard.inverse.functions import Callback, Functions, opening
-from mpishard.inverse.loop import run_loop
+from mpishard.inverse.loop import evaluate_until_end, files_of
 from mpishard.inverse.multipliers import augmented_lagrangian
 from mpishard.inverse.result import (
     LoopOptions,
@@ -19,7 +19,7 @@ from mpishard.inverse.result import (
     reject_keywords,
 )
 from mpishard.inverse.reverse_communication import ReverseCommunication
-from mpishard.inverse.run_arguments import ElasticArguments, elastic_options, files_given
+from mpishard.inverse.run_arguments import RunArguments
 from mpishard.inverse.scipy_constraints import ScipyConstraints
 from mpishard.inverse.unknowns import Unknowns, copy_of_point
 from mpishard.minimizers.method import Method
@@ -202,7 +202,7 @@ def minimize(
         functions = Functions(fun, jac, hessp, args, hess, may_differ=True)
         functions.check_terms(reduction)
         unknowns = Unknowns(x0)
-        workers = elastic_options(elastic, samples, reduction, mesh, unknowns)
+        run = RunArguments.checked(unknowns, mesh, reduction, samples, elastic, checkpoints, resume, record)
         if functions.differences is not None:
             _check_differences(functions, unknowns, mesh)
         if hess is not None and unknowns.is_split:
@@ -220,7 +220,7 @@ def minimize(
         same |= {"method": type(chosen), "reduction": reduction, "samples": samples, "elastic": elastic}
         same |= {"retries": loop.retries, "jac": functions.differences}
         same |= {"hess_inv": loop.hess_inv, "return_all": loop.return_all}
-        if workers is not None:
+        if run.elastic is not None:
             _check_elastic(functions, loop, about.get("penalty"))
         if loop.hess_inv:
             from mpishard.minimizers.inverses import expect_inverse  # with the methods: only for those who ask
@@ -228,21 +228,8 @@ def minimize(
             expect_inverse(chosen)
         if functions.differences is not None and mesh is not None:
             unknowns.held_whole_by(mesh.place)
-        same |= files_given(mesh, checkpoints, resume, record)
-    ended = solve(
-        functions,
-        chosen,
-        unknowns,
-        watcher,
-        loop,
-        mesh=mesh,
-        reduction=reduction,
-        elastic=workers,
-        checkpoints=checkpoints,
-        resume=resume,
-        record=record,
-    )
-    return ended.result
+        same |= run.files_given()
+    return solve(functions, chosen, unknowns, watcher, loop, run).result
 
 
 def _constrained(
@@ -345,26 +332,22 @@ def solve(
     unknowns: Unknowns,
     callback: Callback,
     loop: LoopOptions,
-    *,
-    mesh: Mesh | None,
-    reduction: str | None,
-    elastic: ElasticArguments | None,
-    checkpoints: Checkpoints | None,
-    resume: bool,
-    record: RunRecord | None,
+    run: RunArguments,
 ) -> MinimizationOutcome:
     """Minimise by a method, with arguments that are checked.  Collective over the mesh."""
     functions.take_shape(unknowns)
-    if elastic is not None and mesh is not None:
+    if run.elastic is not None:
         from mpishard.inverse.elastic_minimization import ElasticMinimization
 
-        minimization = ElasticMinimization(
-            functions, unknowns, method, mesh, elastic.samples, reduction, elastic.options, callback, loop
-        )
-        return minimization.minimize(checkpoints, resume, record)
-    optimizer = ReverseCommunication(method, unknowns, mesh=mesh, reduction=reduction)
+        return ElasticMinimization(functions, unknowns, method, callback, loop, run).minimize()
+    optimizer = ReverseCommunication(method, unknowns, mesh=run.mesh, reduction=run.reduction)
     differences = None
     if functions.differences is not None:
-        sums = reduction == "sum"
-        differences = FiniteDifferences(functions, unknowns, optimizer.ranks, mesh, sums, loop.retries)
-    return run_loop(optimizer, functions, unknowns, callback, loop, checkpoints, resume, record, differences)
+        sums = run.reduction == "sum"
+        differences = FiniteDifferences(functions, unknowns, optimizer.ranks, run.mesh, sums, loop.retries)
+    files = files_of(optimizer, run)
+    ended = evaluate_until_end(optimizer, functions, unknowns, callback, loop, files, differences)
+    if files is not None:
+        files.end(ended.reason)
+        optimizer.gather_result()  # the last checkpoint has the next point
+    return ended

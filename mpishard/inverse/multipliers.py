@@ -15,7 +15,7 @@ from mpishard.inverse.functions import Callback, Functions, Watch, opening, worl
 from mpishard.inverse.loop import evaluate_until_end, files_of
 from mpishard.inverse.result import LoopOptions, OptimizeResult, make_method
 from mpishard.inverse.reverse_communication import ReverseCommunication, begin_again, set_tolerance
-from mpishard.inverse.run_arguments import elastic_options, files_given
+from mpishard.inverse.run_arguments import RunArguments
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.minimizers.method import Method
 
@@ -174,8 +174,8 @@ def augmented_lagrangian(
         unknowns = Unknowns.of(x0)
         if mesh is None:
             unknowns.check_not_split()
-        workers = elastic_options(elastic, None, reduction, mesh, unknowns)
-        if workers is not None and unknowns.is_split:
+        run = RunArguments.checked(unknowns, mesh, reduction, None, elastic, checkpoints, resume, record)
+        if run.elastic is not None and unknowns.is_split:
             raise ValueError("elastic= of augmented_lagrangian is for an x0 that is whole on all ranks, as an array")
         given = {} if options is None else options
         if isinstance(given, Mapping) and "gtol" in given:
@@ -202,7 +202,7 @@ def augmented_lagrangian(
             )
         of_user = Constraints(constraints, adjoint, lower, upper, forward, hessp)
         # Workers of an elastic run, all of which compute everything, ask each other nothing.
-        among = world if workers is None else OneRank()
+        among = world if run.elastic is None else OneRank()
         augmented = AugmentedFunction(functions, of_user, args, unknowns, among, reduction)
         gtol, ctol = number("gtol", gtol, least=0), number("ctol", ctol, least=0)
         maxiter = integer("maxiter", maxiter, least=1)
@@ -212,17 +212,16 @@ def augmented_lagrangian(
         same |= {"method": type(chosen), "reduction": reduction, "penalty": penalty, "gtol": gtol, "ctol": ctol}
         same |= {"maxiter": maxiter, "multipliers": multipliers is not None, "retries": loop.retries}
         same["elastic"] = elastic
-        same |= files_given(mesh, checkpoints, resume, record)
+        same |= run.files_given()
     functions.take_shape(unknowns)
     first = replace(chosen, gtol=corrections.tolerance)
-    if workers is not None and mesh is not None:
+    if run.elastic is not None:
         from mpishard.inverse.elastic_minimization import ElasticOuterLoop
 
-        elastic_loop = ElasticOuterLoop(corrections, first, mesh, workers.options, watcher, loop)
-        return elastic_loop.run(multipliers, first_penalty, checkpoints, resume, record)
+        return ElasticOuterLoop(corrections, first, watcher, loop, run).run(multipliers, first_penalty)
     optimizer = ReverseCommunication(first, unknowns, mesh=mesh, reduction=reduction)
     outer = _OuterLoop(corrections, optimizer, loop)
-    outer.begin(files_of(optimizer, checkpoints, resume, record, corrections), multipliers, first_penalty)
+    outer.begin(files_of(optimizer, run, corrections), multipliers, first_penalty)
     return outer.run(watcher)
 
 

@@ -6,72 +6,49 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mpishard.arguments import flag, shown
-from mpishard.comm.mesh import Mesh
 from mpishard.comm.supervisor_reports import take_restart
 from mpishard.inverse.corrections import MULTIPLIERS, Corrections
 from mpishard.inverse.mesh_run import MeshRanks
+from mpishard.inverse.run_arguments import RunArguments
 from mpishard.io import log
 from mpishard.launch.exit_codes import note_run
 from mpishard.layout.run_state import brief
 from mpishard.minimizers.least_squares import SAME_FUNCTION
-from mpishard.record import RunRecord
 
 _START = "start.json"  # the fact about the start
 LOOP_NUMBERS = "least_squares.json"  # the fact about a method with a loop of its own; named after the first of these
 
 
-def check_files(checkpoints: Any, resume: Any, record: Any, mesh: Mesh) -> None:
-    """Raise TypeError or ValueError if an argument is no file of a minimisation on this mesh."""
-    if flag("resume", resume) and checkpoints is None:
-        raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")
-    if not (checkpoints is None or hasattr(checkpoints, "due")):
-        raise TypeError(f"checkpoints={shown(checkpoints)} must be Checkpoints(folder, mesh)")
-    if checkpoints is not None and checkpoints.mesh.world is not mesh.world:
-        raise ValueError("the checkpoints are of another mesh; make them with the mesh of minimize")
-    if not (record is None or isinstance(record, RunRecord)):
-        raise TypeError(f"record={shown(record)} must be RunRecord(folder, mesh)")
-    if record is not None and record.mesh.ledger is not mesh.ledger:
-        raise ValueError("the record is of another mesh; make it with the mesh of minimize")
-
-
 class RunFiles:
     """Saves a minimisation after evaluations, and records them. Collective over the mesh, its creation too.
 
-    It saves as often as ``checkpoints.every`` says, and at the end. Its arguments have passed `check_files`, and all
-    ranks have given them. `outer` are those of the loop whose minimisation this is, if there is one. Raises ValueError
-    on all ranks if the checkpoint is of another minimisation, OSError if a folder cannot be used.
+    It saves as often as ``checkpoints.every`` says, and at the end. The arguments have passed `files_given`, and are
+    those of all ranks. `outer` are those of the loop whose minimisation this is, if there is one. Raises ValueError on
+    all ranks if the checkpoint is of another minimisation, OSError if a folder cannot be used.
     """
 
-    def __init__(
-        self,
-        ranks: MeshRanks,
-        checkpoints: Any,
-        resume: bool,
-        record: RunRecord | None,
-        outer: Corrections | None = None,
-    ) -> None:
+    def __init__(self, ranks: MeshRanks, run: RunArguments, outer: Corrections | None = None) -> None:
         self._ranks = ranks
         self._outer = outer
         self._optimizer = ranks.optimizer
         self._began = ranks.optimizer.clock  # above 0 where the optimizer has begun again
-        self._checkpoints = checkpoints
-        self._record = record
+        self._checkpoints: Any = run.checkpoints
+        self._record = run.record
         self._start = self._norm_of_start()
         self._value = math.nan  # at the best iterate of the checkpoint
         self.resumed: Mapping[str, Any] = {}  # the facts of the checkpoint
         # The checkpoint may be of another function: the run had ended, or began elsewhere.
         self.needs_check: bool = False
-        if checkpoints is not None:
-            checkpoints.rehearse()
-            if resume:
+        if self._checkpoints is not None:
+            self._checkpoints.rehearse()
+            if run.resume:
                 self._resume()
-        if ranks.mesh.rank == 0 and not resume and not self._optimizer.clock and take_restart():
+        if ranks.mesh.rank == 0 and not run.resume and not self._optimizer.clock and take_restart():
             call = ranks.minimizer.method.call
             log.warn(f"this job was started again, and {call} begins from x0 again; {self._how_to_resume}")
-        if record is not None:
+        if run.record is not None:
             parameters = ranks.parameters
-            record.begin(
+            run.record.begin(
                 {
                     "optimizer": ranks.minimizer.method.call,
                     "rule": self._optimizer.rule.configuration(),
@@ -79,7 +56,7 @@ class RunFiles:
                     "parameters": sum(spec.size for spec in parameters.specs),
                     "dtype": str(parameters.dtype),
                     "resumed_steps": self._steps,
-                    "checkpoints": None if checkpoints is None else str(checkpoints.folder),
+                    "checkpoints": None if self._checkpoints is None else str(self._checkpoints.folder),
                 },
                 stage=True,
             )

@@ -19,7 +19,7 @@ from mpishard.inverse.least_squares_settings import LeastSquaresSettings
 from mpishard.inverse.minimization import solve
 from mpishard.inverse.residuals import GaussNewtonFunctions, Loss, ResidualFunctions, Rows
 from mpishard.inverse.result import LoopOptions, OptimizeResult
-from mpishard.inverse.run_arguments import ElasticArguments, elastic_options, files_given
+from mpishard.inverse.run_arguments import RunArguments
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.minimizers.least_squares import Options, State, require_finite
 from mpishard.minimizers.newton import GaussNewton
@@ -252,7 +252,7 @@ def least_squares(
         same["jac_sparsity"] = sparsity is not None
         if not settings.cg_start:
             same |= {"bounds": (settings.lower, settings.upper), **vars(settings.options)}
-        same |= files_given(mesh, checkpoints, resume, record)
+        same |= by_products.run.files_given()
     if mesh is not None and not (elastic or settings.cg_start):  # those start together by themselves
         from mpishard.inverse.mesh_run import broadcast_start
 
@@ -265,14 +265,14 @@ def least_squares(
     elif chosen == "cg" and not (elastic or callable(jac)):
         rows.are_dense_at(settings.start)
     if chosen == "cg":
-        return settings.with_trees(by_products.run(functions, losses, watcher))
+        return settings.with_trees(by_products.minimize(functions, losses, watcher))
     files: IterationFiles | None = None
     if mesh is not None and checkpoints is not None:
         from mpishard.inverse.iteration_files import IterationFiles, Vectors
 
         name = f"least_squares by {method}, {'with' if settings.options.scale is None else 'without'} x_scale='jac'"
         vectors = Vectors.whole(mesh, {"x": len(settings.start), "inverse scale": len(settings.start)})
-        files = IterationFiles(mesh, checkpoints, resume, "least_squares", name, vectors)
+        files = IterationFiles(by_products.run, "least_squares", name, vectors)
     return settings.with_trees(_run(settings, rows, watcher, files))
 
 
@@ -309,11 +309,7 @@ class _ConjugateGradients:
     settings: LeastSquaresSettings
     method: GaussNewton
     scales_by_columns: bool
-    mesh: Mesh | None
-    elastic: ElasticArguments | None
-    checkpoints: Checkpoints | None
-    resume: bool
-    record: RunRecord | None
+    run: RunArguments
 
     @classmethod
     def checked(
@@ -357,17 +353,18 @@ class _ConjugateGradients:
             **elements,
             **given,
         )
-        workers = elastic_options(elastic, samples, None, mesh, unknowns)
-        if workers is not None and unknowns.has_fields and samples is None:
+        run = RunArguments.checked(unknowns, mesh, None, samples, elastic, checkpoints, resume, record)
+        if run.elastic is not None and unknowns.has_fields and samples is None:
             raise ValueError(
                 "elastic= with a Partition as x0 needs samples=N, fun(x, samples) and jac(x, samples), whose samples "
                 "the groups share"
             )
-        return cls(settings, method, by_columns, mesh, workers, checkpoints, resume, record)
+        return cls(settings, method, by_columns, run)
 
-    def run(self, functions: ResidualFunctions, loss: Loss, callback: Callback) -> OptimizeResult:
+    def minimize(self, functions: ResidualFunctions, loss: Loss, callback: Callback) -> OptimizeResult:
         """Minimise in the loop of `minimize`. Collective over the mesh."""
-        world = OneRank() if self.mesh is None or self.elastic is not None else self.mesh.world
+        mesh, elastic = self.run.mesh, self.run.elastic
+        world = OneRank() if mesh is None or elastic is not None else mesh.world
         settings, unknowns = self.settings, self.settings.unknowns
         if not settings.cg_start:
             unknowns = Unknowns(settings.start)
@@ -389,25 +386,20 @@ class _ConjugateGradients:
             unknowns,
             Callback(with_cost if callback.is_given else None),
             LoopOptions(disp=settings.verbose == 2),
-            mesh=self.mesh,
-            reduction="sum" if unknowns.is_split else None,
-            elastic=self.elastic,
-            checkpoints=self.checkpoints,
-            resume=self.resume,
-            record=self.record,
+            replace(self.run, reduction="sum" if unknowns.is_split else None),
         )
         found, progress = ended.result, ended.progress
         if ended.reason == "not finite" and not progress.iterations:
             require_finite(math.inf)
         status = _STATUS.get(ended.reason, -1)
         result = OptimizeResult(x=found.x, cost=found.fun)
-        if self.elastic is None or self.elastic.samples is None:
+        if elastic is None or elastic.samples is None:
             here = squares.linearized(found.x)
             result |= {"fun": here.f, "jac": here.jacobian}
         if unknowns.parameters is None:
             result["active_mask"] = unknowns.like_x0(settings.active_mask(unknowns.vector("x", found.x)))
         message = _message(status, settings.options, progress.projected_norm) if status >= 0 else found.message
-        if settings.verbose == 1 and (self.mesh is None or self.mesh.rank == 0):
+        if settings.verbose == 1 and (mesh is None or mesh.rank == 0):
             print(message, flush=True)
         result |= {"grad": found.jac, "optimality": progress.projected_norm, "nit": progress.iterations}
         result |= {"nfev": progress.evaluations, "njev": progress.evaluations, "nhev": progress.products}

@@ -11,6 +11,7 @@ from residual_problems import Bundle, Curve, Diffusion
 import mpishard
 from mpishard import FlatParameters, ParameterSpec, covariance, least_squares
 from mpishard.inverse.iteration_files import IterationFiles, Vectors
+from mpishard.inverse.run_arguments import RunArguments
 from mpishard.record import Run
 
 pytestmark = pytest.mark.pairs(1)
@@ -352,7 +353,7 @@ def test_a_forged_checkpoint_writes_no_escapes(mesh, folder, name, words):
     numbers = dict.fromkeys(("cost", "optimality", "radius", "multiplier", "iterations", "nfev", "njev", "status"), 0.0)
     numbers |= {"cost": "\x1b[31m", "tolerances": []}
     with mpishard.Checkpoints(folder, mesh) as checkpoints:
-        forged = IterationFiles(mesh, checkpoints, False, "least_squares", name, vectors)
+        forged = IterationFiles(RunArguments(mesh, checkpoints=checkpoints), "least_squares", name, vectors)
         forged.end(1, lambda: (numbers, [CURVE.start, np.zeros(4)]))
         with pytest.raises(ValueError, match=words) as raised:
             least_squares(CURVE.residuals, CURVE.start, mesh=mesh, checkpoints=checkpoints, resume=True)
