@@ -9,7 +9,7 @@ from typing import Any
 from mpishard.backend import exact
 from mpishard.data_parallel.auxiliary_state import AuxiliaryState
 from mpishard.data_parallel.optimizer_state import OptimizerState
-from mpishard.data_parallel.rank_state import EMA, slot_names_of_rule, slots_of_rule
+from mpishard.data_parallel.rank_state import EMA, RankState, slot_names_of_rule, slots_of_rule
 from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.update import Factors, apply_rule
 from mpishard.data_parallel.validation import check_copies, check_replacement, check_rule_fits
@@ -95,21 +95,27 @@ class RuleState(OptimizerState):
         self._rule.learning_rate(self.counters.steps + 1)  # a schedule that raises does so before all changes
 
     def update(self, count: float, *, loss: float, rate_factor: float, exchange_status: bool) -> bool:
-        counters = self.counters
+        counters, on_rank = self.counters, self.on_rank
+        strategy, reducer, carried = on_rank.strategy, on_rank.strategy.reducer, on_rank.parameters.carried
         counters.learning_rate = rate_factor * self._rule.learning_rate(counters.steps + 1)
-        self.strategy.reducer.finalize()
+        reducer.finalize()
         divisor = float(count) * counters.scaling.value
-        usable = self._gradients_are_usable(divisor, exchange_status)
+        usable = self._gradients_are_usable(on_rank, divisor, exchange_status)
         if usable:
-            self._step(divisor, rate_factor)
+            self._step(on_rank, divisor, rate_factor)
         else:
             counters.skipped_steps += 1
-        self._end_step()
+        if carried is not None and not strategy.sharding.workers_differ:
+            carried.synchronize(strategy.axis)
+        on_rank.prepare_step(counters)
+        reducer.reset()
+        if self._optimizer.config.mesh.debug and not strategy.sharding.workers_differ:
+            check_copies(strategy, counters.steps)
         return usable
 
-    def _gradients_are_usable(self, divisor: float, exchange_status: bool) -> bool:
+    def _gradients_are_usable(self, on_rank: RankState, divisor: float, exchange_status: bool) -> bool:
         """Agree on whether to take the step; compute the gradient's norm if clipping or `measure_norm` needs it."""
-        counters, on_rank, config = self.counters, self.on_rank, self._optimizer.config
+        counters, config = self.counters, self._optimizer.config
         inspection, mode = on_rank.inspection, config.nonfinite_gradients
         counters.gradient_norm = math.nan
         measure = config.max_gradient_norm is not None or self._optimizer.measure_norm
@@ -132,9 +138,9 @@ class RuleState(OptimizerState):
             )
         return mode == "ignore"
 
-    def _step(self, divisor: float, rate_factor: float) -> None:
+    def _step(self, on_rank: RankState, divisor: float, rate_factor: float) -> None:
         """Clip the summed gradients, of which `divisor` makes the mean, apply the rule, and publish the parameters."""
-        counters, on_rank, config = self.counters, self.on_rank, self._optimizer.config
+        counters, config = self.counters, self._optimizer.config
         strategy, clip = on_rank.strategy, 1.0
         if config.max_gradient_norm is not None and not math.isnan(counters.gradient_norm):
             clip = clip_factor(counters.gradient_norm, config.max_gradient_norm)
@@ -149,17 +155,6 @@ class RuleState(OptimizerState):
         strategy.publish_parameters()
         strategy.keep_errors()
         counters.scaling.succeeded()
-
-    def _end_step(self) -> None:
-        """Prepare the next step, after one that was taken or skipped."""
-        on_rank, strategy = self.on_rank, self.strategy
-        carried = on_rank.parameters.carried
-        if carried is not None and not strategy.sharding.workers_differ:
-            carried.synchronize(strategy.axis)
-        on_rank.prepare_step(self.counters)
-        strategy.reducer.reset()
-        if self._optimizer.config.mesh.debug and not strategy.sharding.workers_differ:
-            check_copies(strategy, self.counters.steps)
 
     @property
     def agrees_in_update(self) -> bool:

@@ -198,65 +198,43 @@ class ShardedOptimizer:
             On every rank if any gradient is NaN or infinite (see `nonfinite_gradients`); parameters and state are
             unchanged.
         """
-        summed = self._end_pass(parameters, gradients)
+        state = self.state
+        summed = isinstance(parameters, FlatParameters) and self._end_pass(parameters, gradients)
         named, problem = self._checked_arguments(parameters, gradients, count)
-        is_first, updates = not self.state.is_bound, summed or self.config.auto_sync_gradients
-        largest = math.inf
+        is_first, updates = not state.is_bound, summed or self.config.auto_sync_gradients
+        largest = math.inf  # of the absolute values of all ranks' gradients; infinity: only their sums tell
         if is_first or updates:
-            largest = self._agree_on_step(named, gradients, count, problem)
+            if not is_first and gradients is not None and problem is None:
+                largest = state.on_rank.inspection.largest_ahead(gradients)
+            largest = agree_on_step(state.comparing_ranks, named, count, problem, self.settings, largest)
         elif problem is not None:
             raise problem
         assert named is not None
         if is_first:
             warn_if_initial_parameters_differ(self.mesh, named)
-        strategy = self._strategy_for(named)
-        if updates:
-            self._update_along(strategy, gradients, count, largest)
-        else:
-            strategy.reducer.accumulation.add(gradients)
+        if named is not state.parameters:
+            self.bind(named)
+        self.settings.arithmetic.keep_products(self.config)
+        on_rank = state.on_rank
+        reducer = on_rank.strategy.reducer
+        if not updates:
+            reducer.accumulation.add(gradients)
+            return
+        if gradients is not None:
+            reducer.use_external(gradients)
+        on_rank.inspection.note_largest(largest)
+        self.update(count if count is not None else self._calls() or self.axis.size, exchange_status=False)
 
-    def _end_pass(self, parameters: Array | FlatParameters, gradients: Array | None) -> bool:
+    def _end_pass(self, parameters: FlatParameters, gradients: Array | None) -> bool:
         """End the backward pass that a step of a model follows.  True if its gradients are summed over ranks already.
 
         Collective over the data axis: the other ranks have started sums in their pass, and a rank without one, which
         has no samples, starts them here.
         """
-        if not isinstance(parameters, FlatParameters):
-            return False
         summed = parameters.gradients.reduced
         if self.state.parameters is parameters and gradients is None and not summed:
             self.state.strategy.reducer.end_pass()
         return summed
-
-    def _agree_on_step(
-        self,
-        named: FlatParameters | None,
-        gradients: Array | None,
-        count: float | None,
-        problem: Exception | None,
-    ) -> float:
-        """Raise on all ranks if any has a problem, or if arguments or settings differ.
-
-        Returns the largest absolute value of all ranks' gradients; infinity if only their sums tell.
-        """
-        state, largest = self.state, math.inf
-        if state.is_bound and gradients is not None and problem is None:
-            largest = state.on_rank.inspection.largest_ahead(gradients)
-        return agree_on_step(state.comparing_ranks, named, count, problem, self.settings, largest)
-
-    def _strategy_for(self, named: FlatParameters) -> Strategy:
-        """The strategy of checked parameters, which are bound if they are not yet."""
-        state = self.state
-        strategy = state.strategy if named is state.parameters else self.bind(named)
-        self.settings.arithmetic.keep_products(self.config)
-        return strategy
-
-    def _update_along(self, strategy: Strategy, gradients: Array | None, count: float | None, largest: float) -> None:
-        """Update along the gradients of all ranks: those of a model, or given ones, the `largest` of them known."""
-        if gradients is not None:
-            strategy.reducer.use_external(gradients)
-        self.state.on_rank.inspection.note_largest(largest)
-        self.update(count if count is not None else self._calls() or self.axis.size, exchange_status=False)
 
     def _checked_arguments(
         self, parameters: Array | FlatParameters, gradients: Array | None, count: float | None
@@ -269,9 +247,10 @@ class ShardedOptimizer:
                 named.carried.check_intact()
             if gradients is not None:
                 check_gradients(named, gradients)
-            waiting = state.is_bound and state.strategy.reducer.accumulation.total is not None
-            if isinstance(parameters, FlatParameters) and (gradients is not None or waiting):
-                check_no_gradients(parameters)
+            if isinstance(parameters, FlatParameters):
+                waiting = state.is_bound and state.strategy.reducer.accumulation.total is not None
+                if gradients is not None or waiting:
+                    check_no_gradients(parameters)
             check_count(count)
             state.check_model(named)
             state.check_step()
@@ -285,7 +264,7 @@ class ShardedOptimizer:
         check_flat("parameters", parameters, written=True)
         if gradients is None:
             raise TypeError("step(parameters, gradients) needs the gradients of a flat array of parameters")
-        known = self.parameters
+        known = self.state.parameters
         same = known is not None and known.sharded is None and known.flat is parameters
         return known if same and known is not None else FlatParameters.over(parameters)
 

@@ -201,8 +201,10 @@ class Strategy:
         """The summed gradient of each range in ``ownership.own``; call after `GradientReducer.finalize`."""
         if self.own_sums is not None:
             return self.own_sums.of_parameters
-        sums = [(bucket, self.reducer.memory.of_bucket(bucket)) for bucket in self.shares.buckets]
-        return [self._part(bucket, found) if self.sharding.divides_state else found for bucket, found in sums]
+        buckets, of_bucket = self.shares.buckets, self.reducer.memory.of_bucket
+        if self.sharding.divides_state:
+            return [self._part(bucket, of_bucket(bucket)) for bucket in buckets]
+        return [of_bucket(bucket) for bucket in buckets]
 
     def values(self) -> list[Array]:
         """The parameters of each range in ``ownership.own``."""
