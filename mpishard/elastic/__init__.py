@@ -3,9 +3,9 @@
 Input: an optimizer, a problem, a number of workers, and requests to change it.
 Output: the parameters of an undisturbed run, with its bits, on the workers that are left.
 
-Read ``phases`` first, the states of a process; then ``optimizer``, ``loop`` and ``transactions``: a step;
-``membership``, ``roles``, ``resizing``, ``healing``, ``requests`` and ``spawning``: a change of the workers;
-``mesh_choice``, ``mesh_limits`` and ``auto_layouts``: their mesh; ``control``: who asks.
+Read ``phases`` first, the states of a process; then ``optimizer``, ``run``, ``loop`` and ``transactions``: a step;
+``membership``, ``roles``, ``stopped_peers``, ``resizing``, ``healing``, ``requests`` and ``spawning``: a change of the
+workers; ``mesh_choice``, ``mesh_limits`` and ``auto_layouts``: their mesh; ``control``: who asks.
 
 All of it is within a job.  Around a job is the supervisor (`mpishard.launch`).  Failures that end the job, which
 `mpishard run` then starts again from its newest checkpoint:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mpishard.comm.supervisor_reports import tell
 from mpishard.elastic.membership import Order
-from mpishard.elastic.resizing import ElasticRun
+from mpishard.elastic.run import ElasticRun
 from mpishard.elastic.transactions import RunStatus, Survivor
 from mpishard.io import log
 from mpishard.launch.job_notes import JobNotes, RunLost

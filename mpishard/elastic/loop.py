@@ -23,11 +23,12 @@ from mpishard.comm.supervisor_reports import give_up, leave_to_others, note_cell
 from mpishard.data_parallel.results import OptimizationResult
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.healing import heal
-from mpishard.elastic.membership import Membership, Order, is_joining
+from mpishard.elastic.membership import Membership, Order, WorkerMesh, is_joining
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
 from mpishard.elastic.phases import Phase, PhaseEvent, next_phase
-from mpishard.elastic.requests import Recruiter
-from mpishard.elastic.resizing import Decisions, ElasticOptions, ElasticRun, Resizing, WorkerMesh
+from mpishard.elastic.requests import Decisions, Recruiter
+from mpishard.elastic.resizing import Resizing
+from mpishard.elastic.run import ElasticOptions, ElasticRun
 from mpishard.elastic.transactions import Agreements, RunStatus, Transactions
 from mpishard.io import log
 from mpishard.layout.tensors import WHOLE

@@ -2,20 +2,14 @@
 
 One communicator holds all of them.  It changes only when a process dies (ULFM: revoke and shrink) or spawned processes
 join.  For every new number of workers the mesh is split from it again.  The calls are those of Bland et al.,
-"Post-failure recovery of MPI communication capability" (2013).  `Roles` says who works; `StoppedPeerMonitor` kills
-processes that are stopped, so that ULFM handles them like lost ones.
+"Post-failure recovery of MPI communication capability" (2013).  `Roles` says who works; `WorkerMesh` has the
+communicators of the workers.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import os
-import signal
-import threading
 import time
-from collections.abc import Iterable
-from types import TracebackType
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -25,24 +19,18 @@ from mpishard.comm.abort import die
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Ledger
-from mpishard.elastic.roles import Member, Peer, Roles
+from mpishard.comm.mesh import Mesh
+from mpishard.elastic.mesh_choice import MeshSizes
+from mpishard.elastic.roles import Member, Roles
 from mpishard.elastic.spawning import JoiningProcess, SpawnRequest, in_time, meet
-from mpishard.io import log
+from mpishard.elastic.stopped_peers import this_process
 from mpishard.launch.detection import spawned_cell
-from mpishard.launch.processes import BEGAN, process_facts, this_machine
 from mpishard.layout.tensors import ModelParallelRank
+from mpishard.training.checkpoints import RunCheckpoints
 
 _ORDER = 1  # tag
 # Between two looks: of a spare for an order, and of a process that has ended its script for the others.
 _NAP_S, _END_NAP_S = 0.002, 0.02
-
-
-def this_process() -> Peer:
-    """The identification of this process by which peers watch it."""
-    host = ""
-    with contextlib.suppress(OSError):  # without /proc no process is watched
-        host = this_machine()
-    return Peer(host, os.getpid(), _look(os.getpid())[1])
 
 
 def is_joining() -> bool:
@@ -264,67 +252,47 @@ def _leave() -> None:
         die("mpishard: this process leaves the run that it has come to, its script has ended")
 
 
-# -- stopped peers -----------------------------------------------------------------------------------------------------
-#
-# Every process of an elastic run watches its peers on the same host in ``/proc``, in a thread that makes no call of
-# MPI, and kills a peer that stays stopped.  If all processes of a host are stopped, none is left to kill them.  A
-# process under a debugger counts as running.  Linux only.
+class WorkerMesh:
+    """The communicators of the workers: frees them, makes them again for others, and revokes them after a death.
 
-_POLL_S = 0.25
+    `chosen_for` is what the mesh was chosen for, where a run chooses it: the number of processes, and the mesh that was
+    asked for, if any.
+    """
 
+    def __init__(self, mesh: Mesh, checkpoints: RunCheckpoints) -> None:
+        self.mesh = mesh
+        self.chosen_for: tuple[int, MeshSizes | None] = (mesh.size, None)
+        self._checkpoints = checkpoints
+        self._whole = True  # all of them exist, and this process can free them together with the others
 
-class StoppedPeerMonitor:
-    """Watches the processes of this host, as a context manager, and kills one that is stopped for `limit` s."""
+    def release(self) -> None:
+        """Free the communicators, if they are whole.  Collective over the workers."""
+        if self._whole:
+            self._checkpoints.release()
+            self.mesh.release()
+        self._whole = False
 
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
-        self._own = this_process()
-        self._peers: tuple[Peer, ...] = ()
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="mpishard-watch", daemon=True)
+    @property
+    def sizes(self) -> MeshSizes:
+        return MeshSizes(**self.mesh.shape)
 
-    def follow(self, peers: Iterable[Peer]) -> None:
-        """Replace the watched processes by those of `peers` that are on this host."""
-        own = self._own
-        self._peers = tuple(each for each in peers if own.host and each.host == own.host and each != own)
+    def rebind(self, comm: MPI.Intracomm, sizes: MeshSizes | None) -> None:
+        """Make them of the ranks of `comm`, in a mesh of these sizes; None: only the data size changes.
 
-    def __enter__(self) -> StoppedPeerMonitor:
-        self._thread.start()
-        return self
+        Collective over the ranks; the communicators are whole after `note_whole`.
+        """
+        if sizes is None:
+            self.mesh.rebind(comm)
+        else:
+            self.mesh.rebind(comm, tensor=sizes.tensor, pipeline=sizes.pipeline)
+        self._checkpoints.rebind()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end.set()
-        self._thread.join()
+    def note_whole(self) -> None:
+        """Note that all workers have made theirs."""
+        self._whole = True
 
-    def _run(self) -> None:
-        poll = min(_POLL_S, self.limit / 4)
-        since: dict[Peer, float] = {}
-        last = time.monotonic()
-        while not self._end.wait(poll):
-            now = time.monotonic()
-            if now - last > 4 * poll:
-                # This process itself did not run: perhaps the whole job was stopped and has just been continued.
-                since.clear()
-            last = now
-            stopped = [each for each in self._peers if _look(each.pid) == ("T", each.started)]
-            since = {each: since.get(each, now) for each in stopped}
-            for each, began in since.items():
-                if now - began >= self.limit:
-                    _end(each, now - began)
-
-
-def _end(peer: Peer, seconds: float) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(peer.pid, signal.SIGKILL)
-        log.warn(f"the process with pid {peer.pid} has been stopped for {seconds:.1f} s and was killed")
-
-
-def _look(number: int) -> tuple[str, str]:
-    """State of a process ("T": stopped), and its start in clock ticks since the boot; empty if it is gone."""
-    try:
-        fields = process_facts(number)
-    except OSError:
-        return "", ""
-    return fields[0], fields[BEGAN]
+    def revoke(self) -> None:
+        """Wake all processes that wait in an operation of the workers."""
+        self.mesh.revoke()
+        self._checkpoints.revoke()
+        self._whole = False

@@ -21,11 +21,12 @@ from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import check_problem
 from mpishard.elastic.loop import ElasticLoop
-from mpishard.elastic.membership import StoppedPeerMonitor, is_joining
+from mpishard.elastic.membership import is_joining
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
 from mpishard.elastic.mesh_limits import MeshLimits
 from mpishard.elastic.requests import ResizeRequests, WorkerTarget
-from mpishard.elastic.resizing import ElasticOptions
+from mpishard.elastic.run import ElasticOptions
+from mpishard.elastic.stopped_peers import StoppedPeerMonitor
 from mpishard.launch.job_notes import JobNotes
 from mpishard.minimizers import Method
 from mpishard.optim import Rule

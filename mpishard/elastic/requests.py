@@ -1,28 +1,33 @@
 """From requests for workers to processes: requests from outside, the number that all ranks agree on, new processes.
 
 Signals, other shells and `discover` are asked by `ResizeRequests`; `WorkerTarget` has the agreed number; the first
-worker's `Recruiter` spawns processes if there are fewer workers.
+worker's `Recruiter` spawns processes if there are fewer workers.  After each step `Decisions` decides on all of them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
+
+import numpy as np
 
 from mpishard.arguments import integer
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.errors import raised_on_all
 from mpishard.elastic.control import Control, ControlFolder, Discovery, Wanted
-from mpishard.elastic.membership import Membership, is_joining
+from mpishard.elastic.membership import Membership, Order, WorkerMesh, is_joining
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
 from mpishard.elastic.spawning import SpawnRequest
+from mpishard.elastic.transactions import Transactions
 from mpishard.io import log
 from mpishard.launch.lease import FolderLease
 from mpishard.launch.signals import Signals
 from mpishard.layout.tensors import ModelParallelRank
+from mpishard.training.objective import StopRequest
+from mpishard.training.run import TrainingRun
 
 
 class ResizeRequests:
@@ -247,3 +252,90 @@ class Recruiter:
         self.say_none_come(problem)
         if self._target.request <= self._target.agreed:
             self._target.resize(self._membership.roles.able)
+
+
+class Decisions:
+    """Collects the requests of all workers, and decides on them; `transactions` learn the decisions.
+
+    `stop_request` is this worker's request to stop after the last step that it has finished.  `recruits`, the number of
+    spawned workers that are ready to join, and `awaits_recruits`, true while some are still starting, are the same on
+    all workers.  `worker_mesh` is given for a run that chooses its mesh: it knows for what the mesh was chosen.
+    """
+
+    def __init__(
+        self,
+        training: TrainingRun,
+        membership: Membership,
+        target: WorkerTarget,
+        requests: ResizeRequests,
+        recruiter: Recruiter,
+        transactions: Transactions,
+        worker_mesh: WorkerMesh | None = None,
+    ) -> None:
+        self.stop_request: StopRequest = StopRequest.NONE
+        self.recruits: int = 0
+        self.awaits_recruits: bool = False
+        self._training = training
+        self._membership = membership
+        self._target = target
+        self._requests = requests
+        self._recruiter = recruiter
+        self._transactions = transactions
+        self._worker_mesh = worker_mesh
+
+    def decide(self) -> None:
+        """Decide on stopping, on processes that leave, and on the wanted number of workers.
+
+        Collective over the workers.
+        """
+        training, membership, target, requests = self._training, self._membership, self._target, self._requests
+        world, settings = training.optimizer.mesh.world, training.optimizer.settings
+        ready = 0
+        if world.rank == 0:
+            mesh = () if self._worker_mesh is None else (membership.roles.able, str(self._worker_mesh.sizes))
+            target.poll_requests(requests, membership.roles.workers, self._transactions.status.committed_step, *mesh)
+            ready = self._recruiter.recruit()
+        asked = requests.signals.report()
+        awaited = not ready and self._recruiter.is_starting
+        discovered = requests.discovered if world.rank == 0 else -1
+        own = [self.stop_request, target.request, asked, -asked, ready, awaited, discovered, settings.changed]
+        agreed = world.all_reduce(np.array(own, np.int64), op="max", label="control").tolist()
+        stop_request, request, most, least, ready, awaited, requests.discovered, changed = agreed
+        if changed:  # by a callback
+            settings.agree()
+        target.adopt_request(request)
+        self.recruits, self.awaits_recruits = ready, bool(awaited)
+        reason = training.why_stop(stop_request) or ("signal" if -least > 0 else "")
+        if most == 2 and not reason:
+            membership.let_go(world.allgather_object(asked > 0))
+            target.cap_workers(membership.roles.able)
+            reason = "signal" if membership.roles.able < target.min_workers else ""
+        self._transactions.decide(reason)
+
+    def put_out(self, ranks: Collection[int]) -> None:
+        """Have these workers leave with the next order, as after a signal.  Called by all workers."""
+        membership = self._membership
+        membership.let_go([rank in ranks for rank in range(membership.roles.working)])
+        self._target.cap_workers(membership.roles.able)
+
+    def next_order(self) -> Order | None:
+        """The order that changes the workers to the wanted number, None without a change; the same on all workers."""
+        membership = self._membership
+        if self._transactions.status.stop_reason:
+            everybody = membership.roles.working == membership.roles.size
+            done = self.suits(membership.roles.most) and everybody
+            return None if done else Order(membership.roles.most)
+        workers = min(self._target.agreed_size, membership.roles.able + self.recruits)
+        if self.suits(workers) and not self.recruits and membership.roles.is_settled:
+            return None
+        return Order(workers, self.recruits)
+
+    def suits(self, workers: int) -> bool:
+        """Return True if the present workers are those for this number; the same on all processes."""
+        if self._worker_mesh is None:
+            return workers == self._membership.roles.workers
+        return self._worker_mesh.chosen_for == (workers, self._target.agreed_mesh)
+
+    def forget_recruits(self) -> None:
+        """Count on no spawned worker any more: they have joined, or a death has changed who is wanted."""
+        self.recruits, self.awaits_recruits = 0, False

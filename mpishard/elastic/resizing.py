@@ -1,8 +1,7 @@
 """Changes of the workers between two steps: who works next, and how these get the committed state.
 
-With the options of an elastic run, its communicators and its decisions after each step (`ElasticRun`).
-
-Nothing here is about deaths.  Whether survivors heal or the job starts again is decided elsewhere, hop by hop: the
+Nothing here is about deaths: after one the survivors first shrink to those who live, and agree on the last committed
+step (`mpishard.elastic.healing`).  Whether survivors heal or the job starts again is decided elsewhere, hop by hop: the
 launcher's option (`mpishard.comm.capabilities.heals_in_place`); the loop, which heals if it may
 (`mpishard.elastic.loop`); `heal`, which gives up if too much is lost; and then the supervisor
 (`mpishard.launch.restart_policy`).
@@ -10,193 +9,20 @@ launcher's option (`mpishard.comm.capabilities.heals_in_place`); the loop, which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 from mpi4py import MPI
 
 from mpishard.comm.agreement import agree_on_gemm_libraries, agree_on_settings
-from mpishard.comm.mesh import Mesh
 from mpishard.comm.reshard import reshard_state
-from mpishard.elastic.membership import Membership, Order, StoppedPeerMonitor
-from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
-from mpishard.elastic.requests import Recruiter, ResizeRequests, WorkerTarget
-from mpishard.elastic.transactions import Agreements, ResizeMetadata, Transactions
+from mpishard.elastic.membership import Order
+from mpishard.elastic.mesh_choice import MeshSizes
+from mpishard.elastic.run import ElasticRun
+from mpishard.elastic.transactions import ResizeMetadata
 from mpishard.io import log
 from mpishard.launch.job_notes import RunLost
 from mpishard.layout.run_state import RunState
-from mpishard.training.checkpoints import RunCheckpoints
-from mpishard.training.objective import Objective, StopRequest
-from mpishard.training.run import TrainingRun
-
-
-class WorkerMesh:
-    """The communicators of the workers: frees them, makes them again for others, and revokes them after a death.
-
-    `chosen_for` is what the mesh was chosen for, where a run chooses it: the number of processes, and the mesh that was
-    asked for, if any.
-    """
-
-    def __init__(self, mesh: Mesh, checkpoints: RunCheckpoints) -> None:
-        self.mesh = mesh
-        self.chosen_for: tuple[int, MeshSizes | None] = (mesh.size, None)
-        self._checkpoints = checkpoints
-        self._whole = True  # all of them exist, and this process can free them together with the others
-
-    def release(self) -> None:
-        """Free the communicators, if they are whole.  Collective over the workers."""
-        if self._whole:
-            self._checkpoints.release()
-            self.mesh.release()
-        self._whole = False
-
-    @property
-    def sizes(self) -> MeshSizes:
-        return MeshSizes(**self.mesh.shape)
-
-    def rebind(self, comm: MPI.Intracomm, sizes: MeshSizes | None) -> None:
-        """Make them of the ranks of `comm`, in a mesh of these sizes; None: only the data size changes.
-
-        Collective over the ranks; the communicators are whole after `note_whole`.
-        """
-        if sizes is None:
-            self.mesh.rebind(comm)
-        else:
-            self.mesh.rebind(comm, tensor=sizes.tensor, pipeline=sizes.pipeline)
-        self._checkpoints.rebind()
-
-    def note_whole(self) -> None:
-        """Note that all workers have made theirs."""
-        self._whole = True
-
-    def revoke(self) -> None:
-        """Wake all processes that wait in an operation of the workers."""
-        self.mesh.revoke()
-        self._checkpoints.revoke()
-        self._whole = False
-
-
-class Decisions:
-    """Collects the requests of all workers, and decides on them; `transactions` learn the decisions.
-
-    `stop_request` is this worker's request to stop after the last step that it has finished.  `recruits`, the number of
-    spawned workers that are ready to join, and `awaits_recruits`, true while some are still starting, are the same on
-    all workers.  `worker_mesh` is given for a run that chooses its mesh: it knows for what the mesh was chosen.
-    """
-
-    def __init__(
-        self,
-        training: TrainingRun,
-        membership: Membership,
-        target: WorkerTarget,
-        requests: ResizeRequests,
-        recruiter: Recruiter,
-        transactions: Transactions,
-        worker_mesh: WorkerMesh | None = None,
-    ) -> None:
-        self.stop_request: StopRequest = StopRequest.NONE
-        self.recruits: int = 0
-        self.awaits_recruits: bool = False
-        self._training = training
-        self._membership = membership
-        self._target = target
-        self._requests = requests
-        self._recruiter = recruiter
-        self._transactions = transactions
-        self._worker_mesh = worker_mesh
-
-    def decide(self) -> None:
-        """Decide on stopping, on processes that leave, and on the wanted number of workers.
-
-        Collective over the workers.
-        """
-        training, membership, target, requests = self._training, self._membership, self._target, self._requests
-        world, settings = training.optimizer.mesh.world, training.optimizer.settings
-        ready = 0
-        if world.rank == 0:
-            mesh = () if self._worker_mesh is None else (membership.roles.able, str(self._worker_mesh.sizes))
-            target.poll_requests(requests, membership.roles.workers, self._transactions.status.committed_step, *mesh)
-            ready = self._recruiter.recruit()
-        asked = requests.signals.report()
-        awaited = not ready and self._recruiter.is_starting
-        discovered = requests.discovered if world.rank == 0 else -1
-        own = [self.stop_request, target.request, asked, -asked, ready, awaited, discovered, settings.changed]
-        agreed = world.all_reduce(np.array(own, np.int64), op="max", label="control").tolist()
-        stop_request, request, most, least, ready, awaited, requests.discovered, changed = agreed
-        if changed:  # by a callback
-            settings.agree()
-        target.adopt_request(request)
-        self.recruits, self.awaits_recruits = ready, bool(awaited)
-        reason = training.why_stop(stop_request) or ("signal" if -least > 0 else "")
-        if most == 2 and not reason:
-            membership.let_go(world.allgather_object(asked > 0))
-            target.cap_workers(membership.roles.able)
-            reason = "signal" if membership.roles.able < target.min_workers else ""
-        self._transactions.decide(reason)
-
-    def put_out(self, ranks: Collection[int]) -> None:
-        """Have these workers leave with the next order, as after a signal.  Called by all workers."""
-        membership = self._membership
-        membership.let_go([rank in ranks for rank in range(membership.roles.working)])
-        self._target.cap_workers(membership.roles.able)
-
-    def next_order(self) -> Order | None:
-        """The order that changes the workers to the wanted number, None without a change; the same on all workers."""
-        membership = self._membership
-        if self._transactions.status.stop_reason:
-            everybody = membership.roles.working == membership.roles.size
-            done = self.suits(membership.roles.most) and everybody
-            return None if done else Order(membership.roles.most)
-        workers = min(self._target.agreed_size, membership.roles.able + self.recruits)
-        if self.suits(workers) and not self.recruits and membership.roles.is_settled:
-            return None
-        return Order(workers, self.recruits)
-
-    def suits(self, workers: int) -> bool:
-        """Return True if the present workers are those for this number; the same on all processes."""
-        if self._worker_mesh is None:
-            return workers == self._membership.roles.workers
-        return self._worker_mesh.chosen_for == (workers, self._target.agreed_mesh)
-
-    def forget_recruits(self) -> None:
-        """Count on no spawned worker any more: they have joined, or a death has changed who is wanted."""
-        self.recruits, self.awaits_recruits = 0, False
-
-
-@dataclass(frozen=True)
-class ElasticOptions:
-    """Options of an elastic run in addition to the problem and the optimizer."""
-
-    target: WorkerTarget
-    requests: ResizeRequests
-    monitor: StoppedPeerMonitor  # kills processes of this host that are stopped
-    respawn: bool  # processes are spawned to replace lost ones
-    scaling: str  # the policy of `Scaling`
-    choice: MeshChoice | None = None  # None: the tensor and pipeline sizes stay
-    build: Callable[[Mesh], Objective[Any]] | None = None  # makes the problem for a mesh; given with `choice`
-    rebuild: Callable[[Mesh], object] | None = None  # makes what functions have made of the communicators of the mesh
-    audit: float | str | None = None  # the share of micro-batches that two workers compute, or REPLICAS
-
-
-@dataclass(frozen=True)
-class ElasticRun:
-    """The parts of an elastic run; each owns one state, and the phases of the loop work on all of them."""
-
-    options: ElasticOptions
-    training: TrainingRun
-    membership: Membership
-    worker_mesh: WorkerMesh
-    agreements: Agreements
-    transactions: Transactions
-    decisions: Decisions
-    recruiter: Recruiter
-
-
-# -- changes of the workers --------------------------------------------------------------------------------------------
-#
-# After a death the survivors first shrink to those who live, and agree on the last committed step: `heal`.
 
 
 class Resizing:

@@ -3,7 +3,7 @@
 After the first Ctrl-C the loop stops at the end of its step; the second ends the process.  Before a run Ctrl-C ends the
 process, but not in the middle of the start-up, where it could not be reported.  In an elastic run one process that gets
 a signal leaves, and the others continue; if all get one, the run stops.  All ranks agree to stop, and save, in
-`mpishard.training.run`, those of an elastic run in `mpishard.elastic.resizing`.
+`mpishard.training.run`, those of an elastic run in `mpishard.elastic.requests`.
 """
 
 from __future__ import annotations

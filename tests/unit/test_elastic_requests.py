@@ -31,11 +31,11 @@ from mpishard import (
 from mpishard.cli.app import main
 from mpishard.elastic import requests
 from mpishard.elastic.control import Control, ControlFolder, Discovery, count_slots, request_resize
-from mpishard.elastic.membership import StoppedPeerMonitor, this_process
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
 from mpishard.elastic.mesh_limits import MeshLimits
 from mpishard.elastic.requests import WorkerTarget
 from mpishard.elastic.roles import Peer
+from mpishard.elastic.stopped_peers import StoppedPeerMonitor, this_process
 from mpishard.estimate import TYPICAL, Workload, layouts, table
 from mpishard.io.files import NotPrivateError
 from mpishard.launch.signals import Signals
