@@ -15,7 +15,7 @@ from mpishard.backend.gemm import choice
 from mpishard.backend.process import arithmetic, fix_blas_threads, of_products
 from mpishard.comm.agreement import agree_on_settings, fingerprint, gather_difference
 from mpishard.comm.axis import Axis
-from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.configuration import SHARDING, ShardingConfiguration
 from mpishard.io import log
 from mpishard.layout.run_state import brief
 from mpishard.parameters.flat import FlatParameters
@@ -129,7 +129,7 @@ class Arithmetic:
 
     def note(self, saved: Mapping[str, Any], config: ShardingConfiguration, rank: int) -> None:
         """Note, and warn on rank 0, what a run continues with in place of saved facts that have passed `check`."""
-        if not config.reproducible or "sharding.json" not in saved:  # no checkpoint, or not of an optimizer
+        if not config.reproducible or SHARDING not in saved:  # no checkpoint, or not of an optimizer
             return
         step, text = saved.get("steps", 0), ""
         if not _was_reproducible(saved):
@@ -175,7 +175,7 @@ def _saved_facts(saved: Mapping[str, Any]) -> dict[str, str]:
 
 def _was_reproducible(saved: Mapping[str, Any]) -> bool:
     """Return True if a state is of a reproducible run, or does not say."""
-    settings = saved.get("sharding.json")
+    settings = saved.get(SHARDING)
     return not isinstance(settings, Mapping) or bool(settings.get("reproducible", True))
 
 

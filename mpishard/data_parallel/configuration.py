@@ -26,6 +26,7 @@ from mpishard.parameters.flat import FlatParameters
 from mpishard.reduction.hierarchical import nodes_of_data
 
 NONFINITE = ("raise", "skip", "ignore")
+SHARDING = "sharding.json"  # the fact of a state that has `ShardingConfiguration.settings`
 _FLAGS = (
     "auto_sync_gradients",
     "overlap_communication",

@@ -14,6 +14,7 @@ from mpishard.comm.agreement import opening, text_of
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.data_parallel.auxiliary_state import AuxiliaryState
+from mpishard.data_parallel.configuration import SHARDING
 from mpishard.data_parallel.rank_state import Counters, RankState, check_numbers
 from mpishard.data_parallel.settings import Configured, Settings
 from mpishard.data_parallel.strategies import Strategy
@@ -319,7 +320,7 @@ class OptimizerState(ABC):
             "rule": type(rule).__name__,
             "rule.json": rule.configuration(),
             "slots.json": list(self.slot_names),
-            "sharding.json": config.settings(),
+            SHARDING: config.settings(),
             "mesh.json": dict(config.mesh.shape),
             **self.counters.facts,
             **self.settings.arithmetic.facts,

@@ -18,7 +18,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.agreement import REMEDY, agree_on_settings, fingerprint, gather_difference, gather_in_call, text_of
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.data_parallel.arithmetic import Arithmetic
-from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.configuration import SHARDING, ShardingConfiguration
 from mpishard.data_parallel.strategies import Sharding
 from mpishard.io import log
 from mpishard.layout.run_state import brief
@@ -201,11 +201,11 @@ def _fields_of(rule: Rule | Method, without: Collection[str]) -> dict[str, str]:
 def _changed(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """Descriptions of the settings of rules and of clipping that differ between the facts and saved ones."""
     changed = []
-    for of, name in (("", "rule.json"), ("outer ", "outer_rule.json"), ("", "sharding.json")):
+    for of, name in (("", "rule.json"), ("outer ", "outer_rule.json"), ("", SHARDING)):
         ours, theirs = facts.get(name), saved.get(name)
         if not (isinstance(ours, Mapping) and isinstance(theirs, Mapping)):
             continue
-        if name == "sharding.json":  # the rest is how a step is spread over ranks
+        if name == SHARDING:  # the rest is how a step is spread over ranks
             ours, theirs = ({key: each[key] for key in _CLIPPING if key in each} for each in (ours, theirs))
         else:
             ours, theirs = ({"groups": "none", **each} for each in (ours, theirs))

@@ -12,6 +12,7 @@ from mpishard.backend.gemm.choice import VARIABLE, Choice
 from mpishard.backend.gemm.libraries import Offer
 from mpishard.comm.agreement import agree_on_gemm_libraries
 from mpishard.data_parallel.arithmetic import ARITHMETIC
+from mpishard.data_parallel.configuration import SHARDING
 
 VERSIONS = {"mkl": "2026.2", "onednn": "3.2.0"}
 OFFER = Offer(VERSIONS, intel=True, bfloat16=True)
@@ -169,6 +170,4 @@ def test_a_run_that_resumes_where_other_libraries_multiply_is_told(optimizer):
     optimizer.step(np.ones(3), np.ones(3))
     theirs = optimizer.settings.arithmetic.own | {"products": "numpy"}
     with pytest.raises(ValueError, match=f"numpy there and {FASTER} here; set {VARIABLE}=numpy"):
-        optimizer.settings.arithmetic.check(
-            {"sharding.json": {"reproducible": True}, ARITHMETIC: theirs}, optimizer.config
-        )
+        optimizer.settings.arithmetic.check({SHARDING: {"reproducible": True}, ARITHMETIC: theirs}, optimizer.config)

@@ -24,6 +24,7 @@ from mpishard.backend.jit_function import KERNELS
 from mpishard.backend.process import arithmetic, cpu_quota
 from mpishard.comm.agreement import fingerprint
 from mpishard.data_parallel.arithmetic import ARITHMETIC, DIFFERENT_BITS, Arithmetic
+from mpishard.data_parallel.configuration import SHARDING
 from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.elastic.mesh_limits import MeshLimits
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
@@ -202,7 +203,7 @@ def taken(mesh, parameters=None, **options):
 
 def saved(noted, **changes):
     """Facts of a checkpoint, of which some are others."""
-    return {"sharding.json": {"reproducible": True}, "steps": 7, ARITHMETIC: {**noted.own, **changes}}
+    return {SHARDING: {"reproducible": True}, "steps": 7, ARITHMETIC: {**noted.own, **changes}}
 
 
 def test_the_facts_are_of_this_process_now():
@@ -288,7 +289,7 @@ LATER = {"of a later version": "x", "kernels": str(KERNELS)}
 @pytest.mark.parametrize("facts", [{}, {ARITHMETIC: 3}, {ARITHMETIC: LATER}])
 def test_a_checkpoint_without_facts_goes_on_with_a_line(mesh, capsys, facts):
     noted, config = taken(mesh)
-    facts = {"sharding.json": {"reproducible": True}, "steps": 7, **facts}
+    facts = {SHARDING: {"reproducible": True}, "steps": 7, **facts}
     noted.check(facts, config)
     noted.note(facts, config, rank=0)
     told = capsys.readouterr().err
@@ -300,7 +301,7 @@ def test_only_reproducible_runs_compare(mesh, capsys):
     """One that was not goes on with a line."""
     for now in (True, False):
         noted, config = taken(mesh, reproducible=now)
-        facts = saved(noted, shards="4") | {"sharding.json": {"reproducible": not now}}
+        facts = saved(noted, shards="4") | {SHARDING: {"reproducible": not now}}
         noted.check(facts, config)
         noted.note(facts, config, rank=0)
         assert ("holds from step 7 on" in (said := capsys.readouterr().err)) == now and bool(said) == now
