@@ -158,8 +158,8 @@ class GradientInspection:
         self.finite_loss = True
         self.interrupted = False
         if looks:
-            strategy.reducer.looks.append(self.look)
-            strategy.reducer.forget_looks = self.forget
+            strategy.reducer.observers.append(self.look)
+            strategy.reducer.forget_observed = self.forget
 
     def forget(self) -> None:
         """Forget what was found; the next gradients belong to another step."""

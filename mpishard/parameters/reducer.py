@@ -159,8 +159,8 @@ class GradientReducer:
         self.progress: GradientProgress = GradientProgress(pieces, buckets, on_demand, accumulates, sums is not None)
         # Called with each bucket of this rank's gradients, before anything is added to it: in a reproducible run with
         # that of each micro-batch.
-        self.looks: list[Callable[[Bucket, Array], None]] = []
-        self.forget_looks: Callable[[], None] = lambda: None  # in `reset`
+        self.observers: list[Callable[[Bucket, Array], None]] = []
+        self.forget_observed: Callable[[], None] = lambda: None  # in `reset`
         self.accumulation = Accumulation()  # gradients of the caller that wait for an update
         self._sums: BucketSums = BucketSums() if sums is None else sums
         self._pending: list[tuple[Bucket, Array, PendingSum]] = []
@@ -333,7 +333,7 @@ class GradientReducer:
         self._apart = self._in_pass = self._weights_come = False
         self.accumulation.forget()
         self._sums.reset()
-        self.forget_looks()
+        self.forget_observed()
 
     # -- micro-batches that are kept apart ----------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class GradientReducer:
         Returns uninitialised memory for the next one.
         """
         for bucket in self.buckets:
-            self._look(bucket, flat[bucket.start : bucket.stop])
+            self._observe(bucket, flat[bucket.start : bucket.stop])
         return self.memory.push_external(flat)
 
     def begin_input_gradient(self, virtual_stage: int) -> None:
@@ -394,14 +394,14 @@ class GradientReducer:
         self.memory.partials[order.buckets[0].index].check(is_last=False)
         for bucket in reversed(order.buckets):
             gradient = self.completed(bucket)
-            self._look(bucket, gradient)
+            self._observe(bucket, gradient)
             self._sums.sum_copies(bucket, gradient)
         self.memory.push(order.buckets)
         self.progress.forget_buckets(order.buckets)
 
-    def _look(self, bucket: Bucket, gradient: Array) -> None:
-        for look in self.looks:
-            look(bucket, gradient)
+    def _observe(self, bucket: Bucket, gradient: Array) -> None:
+        for observe in self.observers:
+            observe(bucket, gradient)
 
     def _release(self, bucket: Bucket) -> None:
         """Free the memory of a bucket whose sum is stored, where that is on demand."""
@@ -427,7 +427,7 @@ class GradientReducer:
         for bucket in buckets:
             gradient = self.completed(bucket)
             earlier: Sequence[Array] = ()
-            self._look(bucket, gradient)
+            self._observe(bucket, gradient)
             if self._reproducible:
                 sums.sum_copies(bucket, gradient)
                 earlier = self.memory.partials[bucket.index].complete(bucket, gradient)

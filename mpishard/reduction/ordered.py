@@ -55,7 +55,7 @@ class OrderedSums:
     def __init__(self, axis: Axis, like: Array) -> None:
         self.nbytes: int = 0  # of all blocks: for parts that arrive or are packed, and for sums so far
         # Called with what `start` sends, before it does; what it returns is called with this rank's part of the sum.
-        self.look: Callable[[Bucket, Sequence[Array], Sequence[int]], Callable[[Array], None]] | None = None
+        self.observer: Callable[[Bucket, Sequence[Array], Sequence[int]], Callable[[Array], None]] | None = None
         self._axis = axis
         self._like = like
         self._free: list[Array] = []
@@ -89,7 +89,7 @@ class OrderedSums:
                 "mpishard.parameters.flat.Model), or use DDP or ZeRO-1"
             )
         self._exchanges[bucket.index] = number + 1
-        tell = None if self.look is None else self.look(bucket, partial, pieces)
+        tell = None if self.observer is None else self.observer(bucket, partial, pieces)
         rows, sums = _plan(self.assignment, number, axis.rank)
         mine, count = rows[axis.rank], pieces[axis.rank]
         packed = self._pack(partial, pieces) if mine > 1 else None

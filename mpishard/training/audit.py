@@ -127,7 +127,7 @@ class SumsAgain:
         self._other = (axis.rank + shift) % axis.size  # whose part this rank adds up, too
 
     def __call__(self, bucket: Bucket, partial: Sequence[Array], pieces: Sequence[int]) -> Callable[[Array], None]:
-        """Start to add up the other rank's part of a bucket, as `OrderedSums.look`.  Collective."""
+        """Start to add up the other rank's part of a bucket, as `OrderedSums.observer`.  Collective."""
         again = OrderedSums(self._axis, partial[-1][:0])
         again.assignment = self._sums.assignment
         first = sum(pieces[: self.shift])
@@ -168,11 +168,11 @@ class AuditedRunner(StepRunner):
         self,
         problem: Objective[Any],
         optimizer: ShardedOptimizer,
-        looks: bool,
+        checks_inputs: bool,
         deferred_error: DeferredError,
         share: float,
     ) -> None:
-        super().__init__(problem, optimizer, looks, deferred_error)
+        super().__init__(problem, optimizer, checks_inputs, deferred_error)
         self._share = share
         self._reported = 0  # the number of ranks in the last report
         self._seen_right: dict[int, int] = {}  # by rank the last step in which a check found it right
@@ -235,15 +235,15 @@ class AuditedRunner(StepRunner):
         self._micro = micro_batches(batch, self.problem.micro_batch_size)
         self._checks = draw(self._share, self._assignment(len(self._micro)), self._step)
         if self._checks:
-            self._sums = self.ordered.look = SumsAgain(self.ordered, self.axis, shift)
-        self.reducer.looks.append(self._look)
+            self._sums = self.ordered.observer = SumsAgain(self.ordered, self.axis, shift)
+        self.reducer.observers.append(self._observe)
         try:
             found = super().losses_and_gradient(batch)
             if self._checks:
                 self.reducer.finalize()
         finally:
-            self.reducer.looks.remove(self._look)
-            self.ordered.look = None
+            self.reducer.observers.remove(self._observe)
+            self.ordered.observer = None
         return found
 
     def _forward_backward_terms(self, batch: np.ndarray, ordered: OrderedSums) -> np.ndarray:
@@ -264,7 +264,7 @@ class AuditedRunner(StepRunner):
             self._digests[self._numbers[number], 0] ^= _digest(np.array([loss]))
         return loss
 
-    def _look(self, bucket: Bucket, gradient: Array) -> None:
+    def _observe(self, bucket: Bucket, gradient: Array) -> None:
         """Add a bucket of one of this rank's micro-batches to its digest, if it is checked."""
         if self._current in self._numbers:
             self._digests[self._numbers[self._current], 0] ^= _digest(gradient, bucket)

@@ -72,9 +72,9 @@ class TrainingRun:
         )
         self.batches = Batches(problem, optimizer.axis, scaling, in_order=optimizer.state.evaluates_one_function)
         self.deferred_error = DeferredError(optimizer.mesh.world, transactional)
-        looks = begins or optimizer.mesh.debug
+        checks_inputs = begins or optimizer.mesh.debug
         kind = partial(AuditedRunner, share=audit) if isinstance(audit, float) else StepRunner
-        self.runner: StepRunner = kind(problem, optimizer, looks, self.deferred_error)
+        self.runner: StepRunner = kind(problem, optimizer, checks_inputs, self.deferred_error)
         if begins:
             warn_if_initial_parameters_differ(optimizer.mesh, self.runner.parameters)
         self.runner.attach()

@@ -82,10 +82,10 @@ def arguments_of_loss(batch: Any, samples: np.ndarray) -> tuple[Any, ...]:
 class StepRunner:
     """Calls the function of a problem for this rank's part of each batch, after a first `attach`.
 
-    FlatParameters of the problem are trained in place, an array is copied.  `looks`: the first call of the function is
-    checked for changes of inputs that it must only read; with ``debug`` of the mesh all calls are.  `deferred_error`
-    takes an error of the function, unless other ranks wait for this one inside the function.  ValueError if the
-    optimizer has a loss scale, but the problem has no model that multiplies its gradients by it.
+    FlatParameters of the problem are trained in place, an array is copied.  `checks_inputs`: the first call of the
+    function is checked for changes of inputs that it must only read; with ``debug`` of the mesh all calls are.
+    `deferred_error` takes an error of the function, unless other ranks wait for this one inside the function.
+    ValueError if the optimizer has a loss scale, but the problem has no model that multiplies its gradients by it.
 
     `misuse` is the error for inputs that a call of the function has changed.  `nonfinite_loss` describes this rank's
     first loss in the last batch that is not finite; empty if all are finite.  `together`: ranks wait for each other
@@ -103,7 +103,7 @@ class StepRunner:
     _gradients: Any
 
     def __init__(
-        self, problem: Objective[Any], optimizer: ShardedOptimizer, looks: bool, deferred_error: DeferredError
+        self, problem: Objective[Any], optimizer: ShardedOptimizer, checks_inputs: bool, deferred_error: DeferredError
     ) -> None:
         self.problem = problem
         self.optimizer = optimizer
@@ -117,7 +117,7 @@ class StepRunner:
                 "loss_scale is for models, which multiply their gradients by it; the gradient of a function of a flat "
                 "array comes as it is: leave loss_scale out"
             )
-        self._looks = looks
+        self._checks_inputs = checks_inputs
         self._deferred_error = deferred_error
         self._direction: FlatParameters | None = None  # the factor of a Hessian product, if one is wanted
         self.misuse: Exception | None = None
@@ -285,7 +285,8 @@ class StepRunner:
 
     def _called(self, micro_batches: list[np.ndarray]) -> list[float]:
         """Call the function for micro-batches: for one, unless it takes several; returns their summed losses."""
-        looks = [Untouched(self.parameters, samples) for samples in micro_batches if self._looks and len(samples)]
+        checked = micro_batches if self._checks_inputs else []
+        untouched = [Untouched(self.parameters, samples) for samples in checked if len(samples)]
         began = time.perf_counter()
         losses: Sequence[Any] = [0.0]
         if self._direction is not None:
@@ -298,9 +299,9 @@ class StepRunner:
         else:
             losses = [self.problem.function(self.values, micro_batches[0], self._gradients)]
         self.optimizer.mesh.ledger.note(f"{sum(map(len, micro_batches))} samples", "function", began)
-        for look in looks:
-            self.misuse = self.misuse or look.problem()
-            self._looks = self.optimizer.mesh.debug
+        for each in untouched:
+            self.misuse = self.misuse or each.problem()
+            self._checks_inputs = self.optimizer.mesh.debug
         return [self._checked(loss, samples) for loss, samples in zip(losses, micro_batches, strict=True)]
 
     def _checked(self, loss: Any, samples: np.ndarray) -> float:
@@ -398,7 +399,7 @@ class Validation:
     def __init__(self, evaluation: Evaluation | None) -> None:
         self.evaluation = evaluation
         self.history: list[Validated] = []
-        self._looks = True
+        self._checks_inputs = True
 
     def due(self, step: int) -> bool:
         """Return True if the set is to be evaluated after a step.  The same on all ranks."""
@@ -437,13 +438,13 @@ class Validation:
                 numbers = list(own[first : first + together])
                 # Where other ranks have more, those of a micro-batch of theirs, whose loss is dropped.
                 others = [micro[0]] * (min(together, rounds - first) - len(numbers))
-                look = Untouched(runner.parameters, micro[numbers[0]]) if self._looks and numbers else None
+                untouched = Untouched(runner.parameters, micro[numbers[0]]) if self._checks_inputs and numbers else None
                 found = call([*(micro[number] for number in numbers), *others])
                 losses[numbers] = [_number(loss) for loss in found[: len(numbers)]]
-                problem = None if look is None else look.problem()
+                problem = None if untouched is None else untouched.problem()
                 if problem is not None:
                     raise problem
-                self._looks = mesh.debug
+                self._checks_inputs = mesh.debug
         deferred_error.raise_on_all()
         runner.axis.all_reduce(losses, label="loss")
         if runner.axis.size < mesh.size:

@@ -424,7 +424,7 @@ def test_a_gradient_is_reduced_within_the_replica_before_it_is_merged():
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_what_a_rank_has_computed_is_looked_at_before_anything_is_added_to_it(reproducible):
     recorder, seen = Recorder([2, 3], 2, factor=2, reproducible=reproducible), []
-    recorder.gradients.looks.append(lambda bucket, gradient: seen.append((bucket.index, *gradient[:1].tolist())))
+    recorder.gradients.observers.append(lambda bucket, gradient: seen.append((bucket.index, *gradient[:1].tolist())))
     if reproducible:
         recorder.gradients.keep_apart([0, 1])
     with recorder.gradients.no_sync():
