@@ -186,7 +186,7 @@ class DeferredError:
     def __init__(self, world: Axis, transactional: bool) -> None:
         self.error: Exception | SystemExit | None = None  # None: the user's code has not failed here
         # Called where all workers know that one has failed; returns the ranks that raise the error.
-        self.meet: Callable[[], Axis] = lambda: world
+        self.on_failure: Callable[[], Axis] = lambda: world
         self._world, self._transactional = world, transactional  # a worker may be alone with spares
         self._as_death = transactional and heals_in_place()
 
@@ -213,7 +213,7 @@ class DeferredError:
         """
         failed = np.array([self.error is not None], np.int64)
         if self._world.all_reduce(failed, op="max", label="control")[0]:
-            self.raise_over(self.meet())
+            self.raise_over(self.on_failure())
 
     def raise_over(self, axis: Axis) -> None:
         """The part of `raise_on_all` after all ranks have met; `axis`: those that raise. Collective over them."""

@@ -69,7 +69,7 @@ class CallMatching:
         name: str = comm.bcast(f"{self._comm.rank}.{self._names}")
         return name
 
-    def meet(self, channel: str, axis: str, members: Sequence[int], what: str, site: str) -> list[tuple[str, str]]:
+    def match(self, channel: str, axis: str, members: Sequence[int], what: str, site: str) -> list[tuple[str, str]]:
         """Wait until all members have come to this call; return the call and the call site of each.
 
         Raises CollectiveMismatchError if they never can, since some wait in other calls for ranks that in turn wait for
@@ -97,7 +97,7 @@ class CallMatching:
         return self._entered[channel]
 
     def wait(self, is_over: Callable[[], bool], late: Late) -> None:
-        """Wait until a call is over, or can begin; `late` describes it.  Raises as `meet` does."""
+        """Wait until a call is over, or can begin; `late` describes it.  Raises as `match` does."""
         began = time.monotonic()
         next_check = began + _CHECK_EVERY_S
         self._receive()

@@ -507,7 +507,7 @@ class Channel:
         what = f"{call.op}({size}{call.dtype}{f', {detail}' if detail else ''}{cut}){f' {form}' if form else ''}"
         self.ledger.active = fields
         try:
-            said = matching.meet(self._unique_name, call.axis, self.members, what, call.site)
+            said = matching.match(self._unique_name, call.axis, self.members, what, call.site)
         finally:
             self.ledger.active = None
         if any(what != said[0][0] for what, _ in said):

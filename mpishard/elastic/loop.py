@@ -82,7 +82,7 @@ class ElasticLoop:
         mesh.unwatch()  # not before: until here ranks may wait for one whose arguments are others
         membership = Membership(mesh.world.comm, place, number)
         elastic_options.monitor.follow(membership.roles.peers)
-        training.deferred_error.meet = membership.fail
+        training.deferred_error.on_failure = membership.fail
         reason, clock = training.reached_goal(), optimizer.clock
         agreements = Agreements(mesh, membership)
         status = RunStatus(clock, clock, reason, bool(reason))

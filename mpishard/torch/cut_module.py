@@ -335,7 +335,7 @@ class CutModule(TensorParallelModule):
         """
         if self.is_summoned or self._is_local:
             return
-        self._meet()
+        self._agree_on_progress()
         if self._mesh.pipeline.size == 1:
             self._agree_on_inputs(args, kwargs)
         self._loss.begin(kwargs)

@@ -58,7 +58,7 @@ class ForwardPass:
             if self._is_over:
                 raise
             problem = error
-        return self._meet((), problem, has_failed=True)  # raises
+        return self._exchanged((), problem, has_failed=True)  # raises
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What a layer gives; without values where another rank has its stage.
@@ -81,7 +81,7 @@ class ForwardPass:
         self._mesh.tensor.meet()
         axis, tensors = self._mesh.pipeline, list(tensors_in(found))
         lacks = [self._values.of(each) is None for each in tensors]
-        by_rank = self._meet(tuple(lacks))[:: self._mesh.tensor.size]
+        by_rank = self._exchanged(tuple(lacks))[:: self._mesh.tensor.size]
         if len(counts := sorted(set(map(len, by_rank)))) > 1:
             raise RuntimeError(
                 f"the code around {self._last!r} hands on {counts[0]} tensors on one rank and {counts[-1]} on another: "
@@ -96,7 +96,7 @@ class ForwardPass:
                 self._values.note(tensor, value)
             broadcast_values(value, axis, axis.size - 1 - missing[::-1].index(False))
 
-    def _meet(
+    def _exchanged(
         self, lacks: tuple[bool, ...], problem: BaseException | None = None, has_failed: bool = False
     ) -> list[tuple[bool, ...]]:
         """What each rank of the replica lacks, by rank; raises where one has failed. Collective over it."""

@@ -334,7 +334,7 @@ class TensorParallelModule:
         """Before the first pass: compare one with these arguments with that of the whole module."""
         if self.is_summoned:
             return
-        self._meet()
+        self._agree_on_progress()
         if not self.check_is_due:
             return
         self._agree_on_inputs(args, kwargs)
@@ -349,7 +349,7 @@ class TensorParallelModule:
                 raise ValueError(self._misfit(error)) from None
         self.check_is_due = False
 
-    def _meet(self) -> None:
+    def _agree_on_progress(self) -> None:
         """Where other ranks have taken the places of some: compare nothing more that any of them has compared."""
         if self._met == self._axis.times_bound:
             return

@@ -174,11 +174,11 @@ def test_other_ranks_say_where_one_has_failed():
 
 
 def test_without_an_error_nobody_meets():
-    """In an elastic run `meet` sends the spares an order to fail, and a loss may be NaN without an error."""
+    """In an elastic run `on_failure` sends the spares an order to fail, and a loss may be NaN without an error."""
     both_fine = TwoRanks()
     both_fine.all_reduce = lambda buffer, op, label: buffer
     deferred = DeferredError(both_fine, transactional=True)
-    deferred.meet = lambda: pytest.fail("no rank has failed")
+    deferred.on_failure = lambda: pytest.fail("no rank has failed")
     deferred.raise_on_all()
 
 
