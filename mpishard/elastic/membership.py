@@ -169,29 +169,28 @@ class Membership:
         self.axis.recv(numbers, self.roles.ranks[0], _ORDER, label="control")
         return Order(*numbers.tolist())
 
-    def call_in(self, request: SpawnRequest | None) -> tuple[str, str]:
+    def call_in(self, spawn: SpawnRequest | None) -> tuple[str, str]:
         """Call in the processes that rank 0 has spawned.  Collective.
 
-        Returns the port where they wait, empty if they do not join, and the reason for that.  `request` is the
-        request of rank 0, None on the others.
+        Returns the port where they wait, empty if they do not join, and the reason for that.  `spawn` is that of rank
+        0, None on the others.
         """
-        port = "" if request is None else request.call()
-        problem = "" if request is None else request.problem
+        port = "" if spawn is None else spawn.call()
+        problem = "" if spawn is None else spawn.problem
         of_first: tuple[str, str] = self.axis.allgather_object((port, problem))[self.roles.ranks[0]]
         return of_first
 
-    def take_in(self, port: str, workers: int, request: SpawnRequest | None) -> None:
+    def take_in(self, port: str, workers: int, spawn: SpawnRequest | None) -> None:
         """Connect to the joining processes, which become the last ranks of the axis.  Collective over both.
 
-        If a process dies meanwhile, this raises MPI.Exception, and the members stay the same.  `request`: see
-        `call_in`.
+        If a process dies meanwhile, this raises MPI.Exception, and the members stay the same.  `spawn`: see `call_in`.
         """
         before, root = self.axis, self.roles.ranks[0]
 
         def check() -> None:
             before.comm.Iprobe()
-            if request is not None:
-                request.check()
+            if spawn is not None:
+                spawn.check()
 
         self.axis = in_time(lambda: _shared_axis(meet(before.comm, port, root)), check)
         before.free()

@@ -181,7 +181,7 @@ class WorkerTarget:
 
 
 class Recruiter:
-    """Owns the request for processes that are being spawned; only the first worker ever has such a request.
+    """Owns the spawn under way, a request to MPI for more processes; only the first worker ever has one.
 
     The spawned processes get the tensor and pipeline size of `place`; they can join only the first run of this process
     (`first_run`).  With `respawn`, processes are spawned to replace lost ones.  `last_disruption` is the last step
@@ -197,41 +197,41 @@ class Recruiter:
         self._target = target
         self._place = place
         self._first_run = first_run
-        self._request: SpawnRequest | None = None
+        self._spawn: SpawnRequest | None = None
 
     @property
     def is_starting(self) -> bool:
         """True while spawned processes may still be starting, which takes the cores."""
-        return self._request is not None and self._request.is_new
+        return self._spawn is not None and self._spawn.is_new
 
     def recruit(self) -> int:
         """Request processes if workers are missing, and return the number of spawned workers that are ready to join."""
-        membership, request = self._membership, self._request
+        membership, spawn = self._membership, self._spawn
         missing = self._target.agreed_size - membership.roles.able
         if missing <= 0:
             self.dismiss()
-        elif request is not None and request.problem:
-            self._request = None
-            self._do_without(request.problem)
-        elif request is not None:
-            return request.processes // membership.roles.cell if request.here else 0
+        elif spawn is not None and spawn.problem:
+            self._spawn = None
+            self._do_without(spawn.problem)
+        elif spawn is not None:
+            return spawn.processes // membership.roles.cell if spawn.here else 0
         elif not self._first_run:
             self._do_without("they would begin with the first call of `optimize` in their script, and this is another")
         else:
             cell = self._place.tensor_size, self._place.pipeline_size
-            self._request = SpawnRequest(missing * membership.roles.cell, cell)
+            self._spawn = SpawnRequest(missing * membership.roles.cell, cell)
         return 0
 
     def hand_over(self) -> SpawnRequest | None:
-        """Return the request whose processes are ready; the caller owns it from now on."""
-        request, self._request = self._request, None
-        return request
+        """Return the spawn whose processes are ready; the caller owns it from now on."""
+        spawn, self._spawn = self._spawn, None
+        return spawn
 
     def dismiss(self) -> None:
-        """Cancel the request, if there is one."""
-        if self._request is not None:
-            self._request.give_up()
-            self._request = None
+        """Cancel the spawn, if there is one."""
+        if self._spawn is not None:
+            self._spawn.give_up()
+            self._spawn = None
 
     def note_lost(self, step: int, last_disruption: int) -> None:
         """Note that processes were lost after a step, and want no others in their place if that would not help.

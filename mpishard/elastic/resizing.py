@@ -75,24 +75,24 @@ class Resizing:
     def _take_in(self, workers: int) -> None:
         """Let the spawned processes that are ready join, if they still live.  Collective over all processes."""
         membership, recruiter = self._run.membership, self._run.recruiter
-        request = recruiter.hand_over()
+        spawn = recruiter.hand_over()
         self._run.decisions.forget_recruits()
         recruiter.last_disruption = self._run.transactions.status.committed_step
         try:
-            port, problem = membership.call_in(request)
+            port, problem = membership.call_in(spawn)
             if port:
                 # After a death, a process that connects to them alone could not be woken.
                 self._run.agreements.agree_on_membership()
-                membership.take_in(port, workers, request)
+                membership.take_in(port, workers, spawn)
         except MPI.Exception:
-            if request is not None:
-                request.give_up()
+            if spawn is not None:
+                spawn.give_up()
             raise
-        if port and request is not None:
-            request.close()
+        if port and spawn is not None:
+            spawn.close()
         if not port:
             self._run.options.target.cap_workers(membership.roles.able)
-            if request is not None:
+            if spawn is not None:
                 recruiter.say_none_come(problem)
 
     def _choose(self, workers: int) -> MeshSizes | None:
