@@ -82,7 +82,7 @@ class Collectives:
             return False
         if channel.matching is not None or not channel.fits(buffer.size):
             return False
-        return counts is None or self._cuts(buffer, counts)
+        return counts is None or self._fit(buffer, counts)
 
     def is_plain_reduce_scatter(self, buffer: Array, op: str, counts: Counts) -> bool:
         """Return True if these arguments are plain, and MPI's own reduce-scatter takes them."""
@@ -386,14 +386,14 @@ class Collectives:
         """The elements of the piece of each rank; not collective, ValueError if they do not cut `buffer`."""
         if counts is None:
             return run_lengths(split(buffer.size, self._size))
-        if not self._cuts(buffer, counts):
+        if not self._fit(buffer, counts):
             raise ValueError(
                 f"counts {list(counts)} do not cut a buffer of {buffer.size} elements "
                 f"for the {self._size} ranks of axis {self.channel.name!r}"
             )
         return list(counts)
 
-    def _cuts(self, buffer: Array, counts: Sequence[int]) -> bool:
+    def _fit(self, buffer: Array, counts: Sequence[int]) -> bool:
         return len(counts) == self._size and sum(counts) == buffer.size and min(counts) >= 0
 
 

@@ -62,8 +62,8 @@ class StagedCollectives:
             return []
 
         pieces = [
-            StagedPiece(len(flat[cut]), [(flat[cut], 0)], [(target[cut], 0)], start)
-            for cut in self._cuts(flat.size, buffer)
+            StagedPiece(len(flat[piece]), [(flat[piece], 0)], [(target[piece], 0)], start)
+            for piece in self._pieces(flat.size, buffer)
         ]
         overlapping = out is not buffer and arrays.overlap(buffer, out)
         return self._request(call, sent, pieces, buffer, out, arithmetic=True, overlapping=overlapping)
@@ -75,10 +75,10 @@ class StagedCollectives:
             return [self._comm.Ibcast(wire, root)]
 
         pieces = []
-        for cut in self._cuts(flat.size, buffer):
-            place = [(flat[cut], 0)]
+        for piece in self._pieces(flat.size, buffer):
+            place = [(flat[piece], 0)]
             out, back = (place, []) if self._rank == root else ([], place)
-            pieces.append(StagedPiece(len(flat[cut]), out, back, start))
+            pieces.append(StagedPiece(len(flat[piece]), out, back, start))
         return self._request(call, sent, pieces, buffer, buffer)
 
     def reduce_scatter(
@@ -166,7 +166,7 @@ class StagedCollectives:
         largest = self._channel.largest_count
         return limit if largest is None else min(limit, largest)
 
-    def _cuts(self, size: int, buffer: Array) -> list[slice]:
+    def _pieces(self, size: int, buffer: Array) -> list[slice]:
         """The pieces of a buffer that need not be cut by ranks; at least one, which may be empty."""
         limit = self._limit(buffer)
         return [slice(start, min(size, start + limit)) for start in range(0, max(size, 1), limit)]
