@@ -1,4 +1,4 @@
-"""The stages of a PyTorch module on a pipeline: the layers that they run, in the order of their calls, and its cuts.
+"""The stages of a PyTorch module on a pipeline: the layers that they run, in the order of their calls, and its splits.
 
 A *layer* is here a submodule that one stage runs, such as an embedding, a block, or a head.
 """
@@ -46,38 +46,38 @@ def layers_of(module: Any, stages: Any, count: int) -> list[StageLayer]:
     Raises TypeError or ValueError if `stages` does not fit the module, or there are fewer layers than stages.
     """
     named = {plain_name(path): child for path, child in module.named_modules()}
-    cuts: Sequence[str] | None = None
+    splits: Sequence[str] | None = None
     if stages is None or isinstance(stages, Mapping):
         blocks = _blocks_of(module, named, stages)
     else:
-        cuts = blocks = _names(stages, named)
+        splits = blocks = _names(stages, named)
     # All modules around a block; what they have beside each other are layers.
     around = {outer for path in blocks for outer in _around(path)}
     found = [path for path in named if path and path not in around and path.rpartition(".")[0] in around]
-    found = [path for path in found if path in (cuts or ()) or _has_values(named[path])]
+    found = [path for path in found if path in (splits or ()) or _has_values(named[path])]
     if isinstance(stages, Mapping) or (stages is None and _own_plan(module, named)):
         found = _in_order(found, blocks)
-    if cuts is None:
+    if splits is None:
         dealt = [path for path in blocks if _has_values(named[path])]
         in_lists = [path for path in dealt if isinstance(named[path.rpartition(".")[0]], _LISTS)]
-        cuts = _even_cuts(in_lists if len(in_lists) >= count else dealt, count)
-    elif len(cuts) != count - 1:
+        splits = _even_splits(in_lists if len(in_lists) >= count else dealt, count)
+    elif len(splits) != count - 1:
         raise ValueError(
-            f"stages names {len(cuts)} layers at which a stage begins, which makes {len(cuts) + 1} stages, and the "
+            f"stages names {len(splits)} layers at which a stage begins, which makes {len(splits) + 1} stages, and the "
             f"mesh and chunks have {count}: name {count - 1}"
         )
-    elif unfit := [path for path in cuts if path not in found[1:]]:
+    elif unfit := [path for path in splits if path not in found[1:]]:
         raise ValueError(
             f"a stage cannot begin at {unfit[0]!r}, which is the first layer or has another of the names of stages "
             f"within it; the layers are {listed(found)}"
         )
-    elif list(cuts) != (ordered := [path for path in found if path in cuts]):
+    elif list(splits) != (ordered := [path for path in found if path in splits]):
         raise ValueError(
-            f"stages names {listed(cuts)}, and the module has them in the order {listed(ordered)}: name them so; for "
+            f"stages names {listed(splits)}, and the module has them in the order {listed(ordered)}: name them so; for "
             "calls in another order give a dictionary whose keys are the names of submodules and lists in the order of "
             "their calls"
         )
-    numbers = accumulate(int(path in cuts) for path in found)
+    numbers = accumulate(int(path in splits) for path in found)
     return [StageLayer(path, named[path], number) for path, number in zip(found, numbers, strict=True)]
 
 
@@ -149,7 +149,7 @@ def _in_order(found: Sequence[str], planned: Sequence[str]) -> list[str]:
     return [*found[:first], *(path for path in planned if path in found), *others]
 
 
-def _even_cuts(blocks: Sequence[str], count: int) -> list[str]:
+def _even_splits(blocks: Sequence[str], count: int) -> list[str]:
     """The first layers of all stages but the first, of which each has equally many of these layers."""
     if len(blocks) < count:
         raise ValueError(
