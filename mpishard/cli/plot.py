@@ -202,7 +202,8 @@ def draw(runs: Sequence[Run], path: Path, *, log: bool = False, panels: Sequence
         axis.set(xlabel=words.step, xlim=(all_steps.min() - margin, all_steps.max() + margin))
         axis.locator_params(axis="x", integer=True)
         axis.grid(alpha=0.3)
-        if not _shows_anything(axis):
+        own = [line for line in axis.lines if line.get_transform() == axis.transData]  # without the marks of events
+        if not axis.collections and not any(np.isfinite(line.get_ydata()).any() for line in own):
             axis.set_yticks([])
             axis.text(0.5, 0.5, "nothing noted", transform=axis.transAxes, ha="center", va="center", color="0.5")
         if axis.get_legend() is None and axis.get_legend_handles_labels()[1]:
@@ -407,11 +408,6 @@ def _name_runs(figure: Any, runs: Sequence[Run]) -> None:
         for name, (colour, style) in zip(names, itertools.cycle(_OF_RUNS), strict=False)
     ]
     figure.legend(handles=handles, fontsize=8, frameon=False, ncols=min(4, len(names)), loc="outside upper center")
-
-
-def _shows_anything(axis: Any) -> bool:
-    own = [line for line in axis.lines if line.get_transform() == axis.transData]  # without the marks of events
-    return bool(axis.collections) or any(np.isfinite(line.get_ydata()).any() for line in own)
 
 
 def _metric(run: Run, name: str) -> np.ndarray:

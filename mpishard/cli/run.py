@@ -88,6 +88,7 @@ def run(
         parse_hosts(hosts)
     if timeout is not None and not (watch and timeout > 0):
         raise ValueError(f"--timeout {timeout:g} must be more than 0 seconds, and needs --watch")
+    watched = ("--folder", str(watch_folder.absolute()), *(() if timeout is None else ("--timeout", str(timeout))))
     job = Job(
         _words(command, elsewhere=bool(hosts)),
         ranks,
@@ -98,7 +99,7 @@ def run(
         grace,
         ProgressLimits(start_limit, step_limit, heal_limit, end_limit),
         None if log_dir is None else str(log_dir.absolute()),
-        _watched(watch_folder, timeout) if watch else None,
+        watched if watch else None,
     )
     if log_dir is not None:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -112,11 +113,6 @@ def run(
     sys.stderr.flush()
     arguments = [sys.executable, "-I", supervisor_main.__file__, json.dumps(asdict(job))]
     os.execve(sys.executable, arguments, os.environ)  # an MPI library's own variables are not in os.environ
-
-
-def _watched(folder: Path, timeout: float | None) -> tuple[str, ...]:
-    """The options of `mpishard.watch`."""
-    return ("--folder", str(folder.absolute()), *(() if timeout is None else ("--timeout", str(timeout))))
 
 
 def _words(command: list[str], elsewhere: bool) -> tuple[str, ...]:
