@@ -48,10 +48,6 @@ def ranks_in(comm: MPI.Comm, world: Communicator) -> list[int]:
     return sorted(max(rank, -1) for rank in MPI.Group.Translate_ranks(comm.group, None, world.comm.group))
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
 class Axis(Communicator):
     """One direction of a mesh: the ranks that differ in one coordinate only, and the collectives over them.
 
@@ -95,7 +91,7 @@ class Axis(Communicator):
         # What the public call that begins has entered so far, see `mpishard.comm.agreement.opening`.
         self.opened: dict[str, Any] | None = None
         # What operations of a pass call before they begin, see `mpishard.comm.agreement.left_together`.
-        self.meet: Callable[[], None] = _nothing
+        self.meet: Callable[[], None] = lambda: None
 
     def withhold_device_buffers(self, withhold: bool) -> None:
         """Stop handing device memory to MPI until `rebind`, or go back to what `probe` has found.  Not collective.

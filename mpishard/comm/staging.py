@@ -71,22 +71,18 @@ def is_staged(*buffers: Array, withheld: bool = False) -> bool:
     That is so if one of them is device memory that this MPI does not take, or that is `withheld` (see
     `agree_on_device_buffers`), or half precision in device memory.
     """
-    return any(
-        type(buffer) is not np.ndarray
-        and arrays.is_device(buffer)
-        and (withheld or is_half(buffer.dtype) or not _takes_device_pointers(buffer))
-        for buffer in buffers
-    )
+    for buffer in buffers:
+        if type(buffer) is np.ndarray or not arrays.is_device(buffer):
+            continue
+        has_pointer = hasattr(buffer, "__cuda_array_interface__")
+        if withheld or is_half(buffer.dtype) or not (has_pointer and probe(device=True).device_buffers):
+            return True
+    return False
 
 
 def is_half(dtype: np.dtype) -> bool:
     """Return True if it is float16 or bfloat16; integers of 2 bytes are not."""
     return dtype.itemsize == 2 and dtype.kind not in "iu"
-
-
-def _takes_device_pointers(buffer: Array) -> bool:
-    """Return True if this MPI was seen to take device memory."""
-    return hasattr(buffer, "__cuda_array_interface__") and probe(device=True).device_buffers
 
 
 # A collective or message of device memory under way through pinned memory of the host, in pieces.
