@@ -384,16 +384,12 @@ class LocalSGDOptimizer(ShardedOptimizer):
             usable = False
             self._counters.skipped_steps += 1
             steps.note(error)
-        if self.measure_norm:
-            self._share_norm()
+        if self.measure_norm:  # the largest of all workers, or NaN if that of any is not finite
+            norm = np.array([math.inf if math.isnan(self.gradient_norm) else self.gradient_norm])
+            self.axis.all_reduce(norm, op="max", label="control")
+            self._counters.gradient_norm = float(norm[0]) if math.isfinite(norm[0]) else math.nan
         steps.end()
         return usable
-
-    def _share_norm(self) -> None:
-        """Set the norm to the largest of all workers, or to NaN if any worker's norm is not finite."""
-        norm = np.array([math.inf if math.isnan(self.gradient_norm) else self.gradient_norm])
-        self.axis.all_reduce(norm, op="max", label="control")
-        self._counters.gradient_norm = float(norm[0]) if math.isfinite(norm[0]) else math.nan
 
 
 def _check(config: ShardingConfiguration, sync_every: int, outer: Rule | None, parts: int, delay: int) -> None:
