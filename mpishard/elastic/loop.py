@@ -41,7 +41,8 @@ from mpishard.training.run import TrainingRun
 # Error classes of MPI after a death, or when a peer that has detected one has revoked the communicator.
 _DEATH = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
 # While spawned processes start on cores that workers share, workers sleep after a step for this multiple of its
-# duration, and for at most this number of seconds.
+# duration, and for at most this number of seconds.  Nothing is lost: the cores have the same work in all, and the
+# starting processes join sooner.
 _GIVE_WAY, _GIVE_WAY_MOST_S = 3, 0.1
 
 
@@ -172,7 +173,8 @@ class ElasticLoop:
             decisions.decide()
             if not transactions.status.stop_reason:
                 training.save(last=False)
-                self._give_way(time.perf_counter() - began)
+                if decisions.awaits_recruits and self._run.worker_mesh.mesh.node.size > len(own_cores()):
+                    time.sleep(min(_GIVE_WAY * (time.perf_counter() - began), _GIVE_WAY_MOST_S))
         else:  # a death came between the commit of the last step and the decision after it
             training.evaluate()
             decisions.decide()
@@ -273,14 +275,6 @@ class ElasticLoop:
         if run.membership.rank == 0:
             log.warn(f"{found}; the others take the step again")
         return self._pass_on(PhaseEvent.WORKS)
-
-    def _give_way(self, seconds: float) -> None:
-        """Sleep after a step of `seconds` s if workers share their cores with processes that start there.
-
-        Nothing is lost: the cores have the same work in all, and the starting processes join sooner.
-        """
-        if self._run.decisions.awaits_recruits and self._run.worker_mesh.mesh.node.size > len(own_cores()):
-            time.sleep(min(_GIVE_WAY * seconds, _GIVE_WAY_MOST_S))
 
 
 def _leave(membership: Membership) -> None:
