@@ -323,7 +323,10 @@ def _solved(
         if unknowns is None:
             unknowns = Unknowns(np.zeros(matrix.shape[1]))
         damp = number("damp", damp, least=0)
-        limits = _tolerances(*tolerances, unknowns.total)
+        atol, btol, conlim, iter_lim = tolerances
+        most = 2 * unknowns.total if iter_lim is None else integer("iter_lim", count_of(iter_lim), least=0)
+        atol, btol = number("atol", atol, least=0), number("btol", btol, least=0)
+        limits = Tolerances(atol, btol, number("conlim", conlim, least=0, finite=False), most)
         calc_var, show = flag("calc_var", calc_var), flag("show", show)
         watcher = Callback(callback)
         same |= {"columns of A": unknowns.total, "A is an operator": is_operator(matrix), "damp": damp}
@@ -428,12 +431,6 @@ def _matrix(A: Any, rows: int, unknowns: Unknowns | None) -> Any:
         if shape[1] != unknowns.given_size:
             raise ValueError(f"A has {shape[1]} columns, but x0 has {unknowns.given_size} elements")
     return np.ascontiguousarray(A, np.float64) if isinstance(A, np.ndarray) else A
-
-
-def _tolerances(atol: Any, btol: Any, conlim: Any, iter_lim: Any, columns: int) -> Tolerances:
-    most = 2 * columns if iter_lim is None else integer("iter_lim", count_of(iter_lim), least=0)
-    atol, btol = number("atol", atol, least=0), number("btol", btol, least=0)
-    return Tolerances(atol, btol, number("conlim", conlim, least=0, finite=False), most)
 
 
 # The loop.
