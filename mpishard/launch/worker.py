@@ -45,7 +45,9 @@ class Script:
         sys.modules["__main__"] = main
         try:
             if arguments[0] == "-m":
-                _run_module(arguments[1], arguments[2:])
+                sys.argv[:] = ["-m", *arguments[2:]]
+                _begin_path(os.getcwd())
+                _run_as_main(arguments[1])
             else:
                 _run_file(main, arguments)
         except SystemExit as error:
@@ -74,12 +76,6 @@ def _run_file(main: ModuleType, arguments: list[str]) -> None:
         print(f"{sys.executable}: can't open file {path!r}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     exec(loader.source_to_code(source, path), main.__dict__)
-
-
-def _run_module(name: str, arguments: list[str]) -> None:
-    sys.argv[:] = ["-m", *arguments]
-    _begin_path(os.getcwd())
-    _run_as_main(name)
 
 
 def _begin_path(folder: str, always: bool = False) -> None:
