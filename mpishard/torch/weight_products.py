@@ -39,12 +39,10 @@ class WeightProducts(TorchFunctionMode):
             is_plain = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
             if is_own and is_plain and not torch.is_autocast_enabled(x.device.type):
                 rows_nc = x.reshape(-1, x.shape[-1])  # so that the result is no view, which could not be overwritten
-                y_no = _Linear.apply(self._anchor, rows_nc, given.get("bias"), weight.detach(), self._note(weight))
+                rest = given.get("bias"), weight.detach(), lambda dy, x: self._factors.append((weight, dy, x))
+                y_no = _Linear.apply(self._anchor, rows_nc, *rest)
                 return y_no.view(*x.shape[:-1], len(weight))
         return func(*args, **kwargs)
-
-    def _note(self, weight: Any) -> Callable[[Any, Any], None]:
-        return lambda dy, x: self._factors.append((weight, dy, x))
 
     def add(self) -> None:
         """Add the products to the gradients of the weights."""
