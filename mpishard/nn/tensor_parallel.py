@@ -145,8 +145,10 @@ class Slices:
         if self._by_mpi:
             axis.reduce_scatter(partial[0], out, pieces, label=label)
             return out
-        mine, count = len(partial), pieces[axis.rank]
-        source = partial[0].reshape(-1) if mine == 1 else self._pack(partial, pieces)
+        mine, count, source = len(partial), pieces[axis.rank], partial[0].reshape(-1)
+        if mine != 1:
+            source = self._memory("partial sums that leave", mine * sum(pieces), partial[0])
+            sort_by_owner([each.reshape(-1) for each in partial], pieces, source)
         rows = [0 if rank == axis.rank else len(theirs) for rank, theirs in enumerate(self._nodes)]
         received = self._memory("partial sums that arrive", sum(rows) * count, out)
         axis.all_to_all(
@@ -164,12 +166,6 @@ class Slices:
         starts += [row * count for row in range(before, after)]
         add_by_tree(own, received, starts, self._times, out.reshape(-1))
         return out
-
-    def _pack(self, partial: Sequence[Array], pieces: Sequence[int]) -> Array:
-        """The partial sums, sorted by owner, in one array."""
-        block = self._memory("partial sums that leave", len(partial) * sum(pieces), partial[0])
-        sort_by_owner([each.reshape(-1) for each in partial], pieces, block)
-        return block
 
     def _memory(self, name: str, size: int, like: Array) -> Array:
         if self._scratch is None:
