@@ -319,6 +319,8 @@ def pinned_empty(size: int | tuple[int, ...], dtype: Any, like: Array) -> np.nda
 
 def overlap(one: Array, other: Array) -> bool:
     """Return True if two contiguous arrays share memory; those of two kinds never do, nor an empty one with any."""
+    if type(one) is type(other) is np.ndarray:
+        return np.may_share_memory(one, other)  # what follows, for the most frequent case
     backend = backend_of(one)
     return backend is backend_of(other) and backend.overlap(one, other)
 
