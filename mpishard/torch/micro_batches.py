@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from mpi4py import MPI
 
 from mpishard.arguments import integer
 from mpishard.comm.agreement import agree_on_settings, text_of
@@ -95,19 +94,20 @@ def micro_batches_of(batch: tuple[Any, ...], most: int, reduction: str) -> list[
 
 
 class PassTaker(Protocol):
-    """What passes need of a `mpishard.torch.ModuleOptimizer`."""
-
-    @property
-    def module(self) -> Any: ...
-
-    @property
-    def parameters(self) -> FlatParameters: ...
-
-    def no_sync(self) -> NoSync: ...
+    """What passes of a pipeline need of a `mpishard.torch.ModuleOptimizer`, or of the function of a problem."""
 
     def scale(self, loss: Any) -> Any: ...
 
     def zero_grad(self) -> None: ...
+
+
+class WholeTaker(PassTaker, Protocol):
+    """What passes of a whole module need."""
+
+    @property
+    def module(self) -> Any: ...
+
+    def no_sync(self) -> NoSync: ...
 
 
 class ModulePasses:
@@ -116,7 +116,7 @@ class ModulePasses:
     def __init__(self, settings: PipelineSettings) -> None:
         self.settings = settings
 
-    def train(self, optimizer: PassTaker, function: Any, batch: tuple[Any, ...], reduction: str) -> float:
+    def train(self, optimizer: WholeTaker, function: Any, batch: tuple[Any, ...], reduction: str) -> float:
         """The loss of a batch; adds its gradient."""
         total = 0.0
         micro = micro_batches_of(batch, self.settings.microbatches, reduction)
@@ -128,7 +128,7 @@ class ModulePasses:
             total += float(loss.detach()) * factor
         return total
 
-    def evaluate(self, optimizer: PassTaker, function: Any, batch: tuple[Any, ...], reduction: str) -> float:
+    def evaluate(self, optimizer: WholeTaker, function: Any, batch: tuple[Any, ...], reduction: str) -> float:
         """The loss of a batch."""
         total = 0.0
         with torch.no_grad():
@@ -170,11 +170,9 @@ class PipelinedPasses(ModulePasses):
         loss = self._pipeline.train(self._prepared(optimizer, function, batch, reduction, True))
         try:
             self._errors.raise_on_all()
-        except MPI.Exception:  # a death
-            raise
         except (Exception, SystemExit):
             # Ranks that have failed have begun no sums, and others have.
-            optimizer.parameters.gradients.end_pass()
+            self._pipeline.parameters.gradients.end_pass()
             optimizer.zero_grad()
             if self._staged.cuts is not None:
                 self._staged.cuts.forget_gradients()
@@ -214,7 +212,7 @@ class PipelinedPasses(ModulePasses):
     ) -> list[MicroBatch]:
         """The micro-batches, after all ranks have found that they can pass the stages."""
         check_not_summoned(self._staged, "a pass of the stages", would="compute the whole module")
-        mesh, found, gradients = self._staged.mesh, [], optimizer.parameters.gradients
+        mesh, found, gradients = self._staged.mesh, [], self._pipeline.parameters.gradients
         self._errors.forget()
         most = 1 if gradients.reproducible else self.settings.microbatches  # a term of a sum in order is not cut
         if gradients.on_demand:  # zero=2 sums one by one: all data ranks have equally many

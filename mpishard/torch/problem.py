@@ -17,7 +17,6 @@ from mpishard.comm.agreement import opening
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.reducer import NoSync
 from mpishard.torch.buffers import check_mode
 from mpishard.torch.cut_module import CutModule
 from mpishard.torch.layer_filler import LayerFiller
@@ -225,7 +224,7 @@ class LossAndGradient:
         passes: PipelinedPasses | None,
     ) -> None:
         self._state = state
-        self.module = module
+        self._module = module
         self._losses = losses
         self._passes = passes
         self._ranks = None if state.stages is None else state.stages.mesh.world  # those of a pipeline
@@ -238,13 +237,13 @@ class LossAndGradient:
             self._prepare(parameters)
         if len(samples):
             self._samples = samples
-            return self._pass(parameters, samples)
+            return self._pass(samples)
         # Other ranks have some, and may wait for this one; a batch norm would not take none.
         if self._state.units is not None or self._passes is not None:
             buffers = self._state.buffers.facts
             self._state.problem_hooks.discards = True
             try:
-                self._pass(parameters, self._samples)
+                self._pass(self._samples)
             finally:
                 self._state.problem_hooks.discards = False
             self._state.buffers.restore(buffers)
@@ -263,11 +262,11 @@ class LossAndGradient:
         arrays.ready(parameters.held)  # PyTorch may continue in another stream of a GPU
         self._state.round_masters()
 
-    def _pass(self, parameters: FlatParameters, samples: np.ndarray) -> float:
+    def _pass(self, samples: np.ndarray) -> float:
         if self._passes is not None:
             loss = self._passes.train(self, self._summed, (torch.tensor(samples),), "sum")
         else:
-            summed = self._summed(self.module, samples)
+            summed = self._summed(self._module, samples)
             self.scale(summed).backward()
             loss = float(summed.detach())
         if self._state.cuts is not None:
@@ -279,19 +278,12 @@ class LossAndGradient:
         _check_losses(values, len(samples))
         return values.double().sum()
 
-    # -- for passes of a pipeline -------------------------------------------------------------------------------------
-
-    @property
-    def parameters(self) -> FlatParameters:
-        return self._state.parameters
-
-    def no_sync(self) -> NoSync:
-        return self.parameters.gradients.no_sync()
-
     def scale(self, loss: Any) -> Any:
-        return loss * self.parameters.loss_scale
+        """A loss for its backward pass."""
+        return loss * self._state.parameters.loss_scale
 
     def zero_grad(self) -> None:
+        """Drop the gradients of passes that have failed. Collective as `GradientReducer.drop`."""
         self._state.problem_hooks.drop()
 
 

@@ -56,8 +56,8 @@ def layers_on(module: Any, stages: Any, ranks: int, chunks: int = 1) -> list[Sta
         own = [layer for layer in layers if layer.stage % ranks == rank]
         if not on_all and not any(p.requires_grad for layer in own for p in layer.module.parameters()):
             raise ValueError(
-                f"pipeline rank {rank} would have no parameter to train, of {listed(layer.path for layer in own)}: give "
-                "stages= other cuts, or make the mesh with fewer pipeline ranks"
+                f"pipeline rank {rank} would have no parameter to train, of {listed(layer.path for layer in own)}: "
+                "give stages= other cuts, or make the mesh with fewer pipeline ranks"
             )
     return layers
 

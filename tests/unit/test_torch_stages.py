@@ -32,6 +32,7 @@ from torch_stages import (  # noqa: E402
 import mpishard  # noqa: E402
 from mpishard.torch.micro_batches import PipelineSettings, micro_batches_of  # noqa: E402
 from mpishard.torch.module_tensors import ModuleTensors  # noqa: E402
+from mpishard.torch.problem import LossAndGradient, problem  # noqa: E402
 from mpishard.torch.stage_passes import (  # noqa: E402
     Message,
     MicroBatch,
@@ -363,11 +364,11 @@ def test_a_run_of_stages_is_that_of_the_module(mesh):
     found = []
     for has_stages in (False, True):
         module = made("streams")
-        task = mpishard.torch.problem(module, losses, 32, 8, micro_batch_size=5, steps=4)
+        task = problem(module, losses, 32, 8, micro_batch_size=5, steps=4)
         if has_stages:
             task.start.carried.release()
             state, passes = passes_of_stages(module, mesh, 3, takes_numbers=True)
-            function = type(task.function)(state, module, losses, passes)
+            function = LossAndGradient(state, module, losses, passes)
             task = dataclasses.replace(task, function=function, start=state.parameters)
         evaluation = mpishard.Evaluation(loss_of_samples, 7, every=2)
         found.append(mpishard.DDPOptimizer(RULE, mesh).optimize(task, progress=False, evaluate=evaluation))
