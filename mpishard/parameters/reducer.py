@@ -170,7 +170,7 @@ class GradientReducer:
             if bucket.second_use
             for piece in pieces[bucket.first : bucket.last]
         }
-        self._reproducible = reproducible
+        self.reproducible: bool = reproducible
         # Micro-batches are kept apart: those of one pass, one by one in each virtual stage, or else the passes.
         self._apart = self._in_pass = False
         self._weights_come = False  # in a later pass of this micro-batch, which completes its gradients
@@ -187,7 +187,7 @@ class GradientReducer:
     @property
     def keeps_memory(self) -> bool:
         """Return True if a gradient stays where it is, in the flat buffer, for all backward passes of all steps."""
-        return not self.on_demand and not self._reproducible
+        return not self.on_demand and not self.reproducible
 
     @property
     def is_last_pass(self) -> bool:
@@ -305,7 +305,7 @@ class GradientReducer:
             return
         self._end_pass(last=True)
         self._wait_all()
-        if self._reproducible:
+        if self.reproducible:
             self._sums.add_uses(self.memory)
         self.progress.end_sums()
 
@@ -345,7 +345,7 @@ class GradientReducer:
         empty where each micro-batch is reduced separately, on demand. `in_pass`: one pass has all of them, one by one
         in each virtual stage; else each backward pass is a micro-batch.
         """
-        assert self._reproducible
+        assert self.reproducible
         for partials in set(self.memory.partials.values()):
             partials.begin(tree_merges)
         self._apart, self._in_pass = bool(tree_merges), in_pass
@@ -428,12 +428,12 @@ class GradientReducer:
             gradient = self.completed(bucket)
             earlier: Sequence[Array] = ()
             self._observe(bucket, gradient)
-            if self._reproducible:
+            if self.reproducible:
                 sums.sum_copies(bucket, gradient)
                 earlier = self.memory.partials[bucket.index].complete(bucket, gradient)
             if self.on_demand:
                 self._wait_all()  # ZeRO-2 saves memory by having few buckets at a time
-            if not self._reproducible:
+            if not self.reproducible:
                 sums.sum_copies(bucket, gradient)
             for _, _, pending in self._pending:
                 pending.test()  # MPI moves data only while it is called

@@ -17,7 +17,6 @@ from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.models import configuration_of, optimizer_of_whole_model
 from mpishard.data_parallel.optimizers import ZeRO1WithGradients
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.torch.batch_norm import has_norms_over_ranks
 from mpishard.torch.buffers import check_mode
 from mpishard.torch.cut_module import CutModule
 from mpishard.torch.expert_module import ExpertModule
@@ -31,7 +30,7 @@ from mpishard.torch.module_tensors import ModuleTensors
 from mpishard.torch.plans import EXPERTS
 from mpishard.torch.sequences import PLAN, SequenceModule
 from mpishard.torch.staged_module import StagedModule
-from mpishard.torch.stages import layers_of
+from mpishard.torch.stages import layers_on
 from mpishard.torch.tensor_ops import HALF
 from mpishard.torch.tensor_parallel_module import TensorParallelModule
 from mpishard.torch.torch_rule import rule_of_optimizer
@@ -178,7 +177,7 @@ def as_distributed(
             "a PyTorch module", rule, config, zero, shards_parameters=True, splits_model=True
         )
         if ranks > 1:
-            _check_stages(module, optimizer, zero)
+            _check_stages(optimizer, zero)
         checks_pass = flag("check_plan", check_plan) and (materialize is None or (zero != 3 and ranks == 1))
         given = mesh, tensors.trained, tensors.frozen
         cut_layers: CutModule | None = None
@@ -191,7 +190,7 @@ def as_distributed(
             cuts = cut_layers = CutModule.of(module, plan, *given, checks_pass=checks_pass)
         staged: StagedModule | None = None
         if ranks > 1:
-            layers = layers_of(module, stages, ranks * chunks)
+            layers = layers_on(module, stages, ranks, chunks)
             staged = StagedModule(module, mesh, layers, tensors.trained, tensors.frozen, cut_layers)
             same["stages"] = staged.described
         filler: LayerFiller | None = None
@@ -243,8 +242,8 @@ def as_distributed(
     return ModuleOptimizer(state, optimizer, groups, passes)
 
 
-def _check_stages(module: Any, optimizer: ShardedOptimizer, zero: int) -> None:
-    """Raise ValueError for what pipeline ranks of a module cannot do."""
+def _check_stages(optimizer: ShardedOptimizer, zero: int) -> None:
+    """Raise ValueError for an optimizer that pipeline ranks of a module cannot have."""
     with_pipeline = f"with pipeline={optimizer.mesh.pipeline.size}"
     if zero == 3 or optimizer.sharding.shards_parameters:
         raise ValueError(
@@ -259,16 +258,6 @@ def _check_stages(module: Any, optimizer: ShardedOptimizer, zero: int) -> None:
         raise ValueError(
             f"reproducible=True {with_pipeline}: micro-batches of PyTorch are not kept apart; leave it out, or make "
             "the mesh with pipeline=1"
-        )
-    if has_norms_over_ranks(module):
-        raise ValueError(
-            f"batch norms over ranks {with_pipeline}: stages pass micro-batches by themselves; use torch's own batch "
-            "norms, or make the mesh with pipeline=1"
-        )
-    if hasattr(module, "_orig_mod"):
-        raise ValueError(
-            f"a module of torch.compile {with_pipeline}: the stages call its layers one by one; give the module "
-            "before torch.compile, or make the mesh with pipeline=1"
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from mpishard.arguments import integer
@@ -24,6 +25,7 @@ from mpishard.torch.buffers import as_fact
 from mpishard.torch.forward_passes import ForwardPass
 from mpishard.torch.plan_checks import is_plain
 from mpishard.torch.stage_passes import (
+    Inputs,
     MicroBatch,
     PassEnd,
     StageChunk,
@@ -92,19 +94,20 @@ def micro_batches_of(batch: tuple[Any, ...], most: int, reduction: str) -> list[
 
 
 class PassTaker(Protocol):
-    """What passes need of a `mpishard.torch.ModuleOptimizer`."""
-
-    @property
-    def module(self) -> Any: ...
-
-    @property
-    def parameters(self) -> FlatParameters: ...
-
-    def no_sync(self) -> NoSync: ...
+    """What passes of a pipeline need of a `mpishard.torch.ModuleOptimizer`, or of the function of a problem."""
 
     def scale(self, loss: Any) -> Any: ...
 
     def zero_grad(self) -> None: ...
+
+
+class WholeTaker(PassTaker, Protocol):
+    """What passes of a whole module need."""
+
+    @property
+    def module(self) -> Any: ...
+
+    def no_sync(self) -> NoSync: ...
 
 
 class ModulePasses:
@@ -113,7 +116,7 @@ class ModulePasses:
     def __init__(self, settings: PipelineSettings) -> None:
         self.settings = settings
 
-    def train(self, optimizer: PassTaker, function: Any, batch: tuple[Any, ...], reduction: str) -> float:
+    def train(self, optimizer: WholeTaker, function: Any, batch: tuple[Any, ...], reduction: str) -> float:
         """The loss of a batch; adds its gradient."""
         total = 0.0
         micro = micro_batches_of(batch, self.settings.microbatches, reduction)
@@ -125,7 +128,7 @@ class ModulePasses:
             total += float(loss.detach()) * factor
         return total
 
-    def evaluate(self, optimizer: PassTaker, function: Any, batch: tuple[Any, ...], reduction: str) -> float:
+    def evaluate(self, optimizer: WholeTaker, function: Any, batch: tuple[Any, ...], reduction: str) -> float:
         """The loss of a batch."""
         total = 0.0
         with torch.no_grad():
@@ -137,10 +140,18 @@ class ModulePasses:
 
 
 class PipelinedPasses(ModulePasses):
-    """The passes of a module that a pipeline has cut. Methods are collective over the mesh."""
+    """The passes of a module that a pipeline has cut. Methods are collective over the mesh.
+
+    `takes_numbers`: batches are numbers of samples, which the function reads; these may be of any length.
+    """
 
     def __init__(
-        self, settings: PipelineSettings, staged: StagedModule, parameters: FlatParameters, device: Any
+        self,
+        settings: PipelineSettings,
+        staged: StagedModule,
+        parameters: FlatParameters,
+        device: Any,
+        takes_numbers: bool = False,
     ) -> None:
         super().__init__(settings)
         mesh, axis = staged.mesh, staged.mesh.pipeline
@@ -150,6 +161,7 @@ class PipelinedPasses(ModulePasses):
         chunks = [StageChunk(staged, stage, device, self._errors) for stage in stages]
         self._pipeline = Pipeline(axis, chunks, settings.name, parameters)
         self._surveys: dict[Any, Survey] = {}
+        self._takes_numbers = takes_numbers
         self._replica = ModelParallelGroup(mesh.tensor, axis, mesh.rank)
         self._checks_plan = staged.cuts is not None and staged.cuts.check_is_due  # in the next pass
         staged.forward = self.forward
@@ -160,7 +172,7 @@ class PipelinedPasses(ModulePasses):
             self._errors.raise_on_all()
         except (Exception, SystemExit):
             # Ranks that have failed have begun no sums, and others have.
-            optimizer.parameters.gradients.end_pass()
+            self._pipeline.parameters.gradients.end_pass()
             optimizer.zero_grad()
             if self._staged.cuts is not None:
                 self._staged.cuts.forget_gradients()
@@ -200,13 +212,19 @@ class PipelinedPasses(ModulePasses):
     ) -> list[MicroBatch]:
         """The micro-batches, after all ranks have found that they can pass the stages."""
         check_not_summoned(self._staged, "a pass of the stages", would="compute the whole module")
-        mesh, found = self._staged.mesh, []
+        mesh, found, gradients = self._staged.mesh, [], self._pipeline.parameters.gradients
+        self._errors.forget()
+        most = 1 if gradients.reproducible else self.settings.microbatches  # a term of a sum in order is not cut
+        if gradients.on_demand:  # zero=2 sums one by one: all data ranks have equally many
+            samples = min((len(each) for each in tensors_in(batch) if each.dim()), default=most)
+            fewest = np.array([max(1, min(most, samples))])
+            most = int(mesh.world.all_reduce(fewest, op="min", label="control")[0])
         with raised_on_all(mesh.world):
             with CaughtError() as caught:
                 if not callable(function):
                     raise TypeError(f"give function(module, *batch), which returns the loss, got {function!r}")
                 scale = optimizer.scale(1.0) if trains else 1.0
-                for arguments, factor in micro_batches_of(batch, self.settings.microbatches, reduction):
+                for arguments, factor in micro_batches_of(batch, most, reduction):
                     survey = self._survey(function, arguments, trains)
                     apart = trains and self.settings.has_weights_apart
                     found.append(MicroBatch(function, arguments, factor, scale, survey, trains, apart))
@@ -215,13 +233,6 @@ class PipelinedPasses(ModulePasses):
             with raised_on_all(mesh.world):
                 self._check_plan(function, found[0].arguments)
             self._checks_plan = False
-        if optimizer.parameters.gradients.on_demand:
-            agree_on_settings(
-                mesh.world,
-                {"number of micro-batches": str(len(found))},
-                what="number of micro-batches, which zero=2 sums one by one",
-                remedy="give data ranks batches of equally many samples, or use zero=0 or 1",
-            )
         return found
 
     def _check_plan(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
@@ -245,10 +256,11 @@ class PipelinedPasses(ModulePasses):
     def _survey(self, function: Callable[..., Any], arguments: Sequence[Any], trains: bool) -> Survey:
         """What the stages hand on of a micro-batch, known from one of these shapes."""
         tensors = list(tensors_in(arguments))
-        kinds = {each.device.type for each in tensors}
+        inputs = tensors if not self._takes_numbers else list(tensors_in(self._inputs_of(function, arguments)))
+        kinds = {each.device.type for each in inputs}
         key = (
             getattr(function, "__code__", type(function)),
-            tuple((tuple(each.shape), each.dtype) for each in tensors),
+            tuple((tuple(each.shape), each.dtype) for each in inputs),
             text_of(with_tensors(arguments, dict.fromkeys(map(id, tensors)))),
             trains,
             self._staged.module.training,
@@ -262,3 +274,18 @@ class PipelinedPasses(ModulePasses):
             known.run(function, arguments, trains)
             self._surveys[key] = known
         return known
+
+    def _inputs_of(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        """What a function gives the module."""
+        module, inputs = self._staged.module, Inputs()
+        handle = module.register_forward_pre_hook(
+            lambda _, args, kwargs: inputs.call(0, args, kwargs), prepend=True, with_kwargs=True
+        )
+        try:
+            with self._staged.following(inputs):
+                function(module, *arguments)
+        except PassEnd:
+            pass
+        finally:
+            handle.remove()
+        return inputs.given

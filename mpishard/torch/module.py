@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -113,6 +113,8 @@ class ModuleState:
         self.users: int = 0  # optimizers and problems in use that train the module by this state
         self.mesh: Mesh | None = None  # of a problem, whose ranks may divide the module
         self.plan: Any = None  # of a problem
+        # Of a problem: raises ValueError unless so many pipeline ranks can divide the module.
+        self.layers_on: Callable[[int], object] | None = None
         self._let_go = False
         self._divides_frozen = False
         self._trained = tensors.trained
@@ -177,8 +179,8 @@ class ModuleState:
         """Whether ranks of this mesh, and of no other, have parts of the parameters."""
         if mesh is None or not self._divided:
             return False
-        units, cuts = self.units, self.cuts
-        return (units is None or units.axis is mesh.data) and (cuts is None or cuts.axis is mesh.tensor)
+        axes = [(self.units, mesh.data), (self.stages, mesh.pipeline), (self.cuts, mesh.tensor)]
+        return all(divided is None or divided.axis is axis for divided, axis in axes)
 
     def use(self, hooks: GradientHooks) -> None:
         """Take gradients by other hooks from now on."""
@@ -203,12 +205,18 @@ class ModuleState:
         return self.hooks.calls
 
     def check_split(self, tensor: int, pipeline: int) -> None:
-        if pipeline > 1:
-            raise ValueError("a problem of mpishard.torch passes its whole module, and has no pipeline ranks")
-        if tensor == 1:
+        if tensor == pipeline == 1:
             return
         if self.mesh is None:
-            raise ValueError("mpishard.torch.problem was not given the mesh, whose tensor ranks divide the module")
+            raise ValueError(
+                "mpishard.torch.problem was not given the mesh, whose tensor and pipeline ranks divide the module"
+            )
+        if pipeline > 1:
+            check_no_units(self.units, pipeline)
+            if self.layers_on is not None:
+                self.layers_on(pipeline)
+        if tensor == 1:
+            return
         if self.cuts is None:
             planned(self.module, self.plan, tensor)
         else:
@@ -233,6 +241,8 @@ class ModuleState:
     def synchronize(self, axis: Axis) -> None:
         self.round_masters()
         self.buffers.synchronize(axis)
+        if self.stages is not None and self.mesh is not None:  # any rank may be the one that is left
+            self.stages.share_buffers()
 
     def consolidate(self, axis: Axis) -> None:
         self.round_masters()
@@ -387,6 +397,15 @@ class ModuleState:
         found = [*(f"{name!r} is new" for name in come), *(f"{name!r} is gone" for name in gone)]
         found += [f"{name!r} is another Parameter" for name in other]
         return f"{', '.join(found[:3]) or 'it has other submodules'}; change it {_WHEN}"
+
+
+def check_no_units(units: Any, pipeline: int) -> None:
+    """Raise ValueError if units of ZeRO-3 shall be divided on a pipeline."""
+    if units is not None and pipeline > 1:
+        raise ValueError(
+            f"shard_units with pipeline={pipeline}: stages have their parameters whole; leave shard_units out and use "
+            "ZeRO2Optimizer, or make the mesh with pipeline=1"
+        )
 
 
 def state_of(

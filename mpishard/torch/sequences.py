@@ -282,12 +282,16 @@ class SequenceModule(TensorParallelModule):
         if wanted.get("attention_mask") is None:
             # With it models know how many tokens there are, and take no part of a sequence for several packed in one.
             wanted["attention_mask"] = torch.ones(words.shape[:2], dtype=torch.bool, device=words.device)
+        rows = getattr(self._module.get_input_embeddings(), "num_embeddings", None)
+        if rows is not None and given.get("input_ids") is not None:
+            check_numbers("input_ids", words, rows)
         self._sums_loss = given.get("labels") is not None
         if self._sums_loss:
             targets = given.get("shift_labels")
             ignored = given.get("ignore_index", _IGNORED)
             if targets is None:
                 targets = torch.nn.functional.pad(given["labels"], (0, 1), value=ignored)[:, 1:]
+            check_numbers("labels", targets[targets != ignored], self._module.config.get_text_config().vocab_size)
             wanted["shift_labels"] = targets
             if given.get("num_items_in_batch") is None:
                 wanted["num_items_in_batch"] = (targets != ignored).sum()
@@ -355,6 +359,15 @@ def _why_not(module: Any) -> str:
     if list(takes.values())[-1].kind is not inspect.Parameter.VAR_KEYWORD or not module._can_set_attn_implementation():
         return "does not give its attentions keyword arguments"
     return ""
+
+
+def check_numbers(name: str, numbers: Any, count: int) -> None:
+    """Raise IndexError unless all are from 0 to below `count`: the rank alone that has a wrong one would fail later."""
+    if numbers.numel() and not (0 <= int(numbers.min()) and int(numbers.max()) < count):
+        raise IndexError(
+            f"{name} has numbers from {int(numbers.min())} to {int(numbers.max())}, and the model has {count}, "
+            "counted from 0"
+        )
 
 
 def tokens_of(given: Mapping[str, Any]) -> int:

@@ -212,6 +212,16 @@ class Returned:
         return with_tensors(self._outputs, {key: tensors[place] for key, place in self._places.items()})
 
 
+class Inputs:
+    """A pass that ends where the module, or one of its layers, is called; `given` are the arguments."""
+
+    given: Any = ()
+
+    def call(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self.given = args, kwargs
+        raise PassEnd
+
+
 class Survey:
     """A pass of all layers without values: in which order they are called, what they return, and the boundaries.
 
@@ -404,6 +414,10 @@ class StageErrors(DeferredError):
         self._tensor = tensor
         self._other_has_failed = False
 
+    def forget(self) -> None:
+        """Begin passes: a death may have left an error of others. Not collective."""
+        self.error, self._other_has_failed = None, False
+
     @property
     def has_failed(self) -> bool:
         """Whether this rank has, or another tensor rank of its stages."""
@@ -418,10 +432,6 @@ class StageErrors(DeferredError):
                     yield
             except OtherHasLeft:
                 self._other_has_failed = True
-
-    def raise_over(self, axis: Axis) -> None:
-        self._other_has_failed = False
-        super().raise_over(axis)
 
 
 class StageChunk:

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mpishard.arguments import flag, listed, mark
+from mpishard.arguments import flag, mark
 from mpishard.comm.agreement import opening
+from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
 from mpishard.torch.cut_module import CutModule
@@ -63,7 +64,6 @@ class StagedModule:
         self._tensors = {**trained, **frozen}
         self._forms = {name: (p.shape, p.dtype) for name, p in self._tensors.items()}  # of whole ones
         self._stages = _stages_of(layers, self._tensors, self.count)
-        self._check_trained()
         self._forwards: list[Any] = []  # of the layers, by number, and of the module
         self._replaced: list[Any] = []  # these, where one had its own before, as a layer that tensor ranks divide
         # What a call of the module without gradients returns, of its arguments.
@@ -77,15 +77,6 @@ class StagedModule:
         self.is_summoned: bool = False  # layers compute by themselves, see `summoned`
         self._is_lost = False
 
-    def _check_trained(self) -> None:
-        for rank in range(self._axis.size):
-            if not any(self.place.runner(stage) == rank for name in self.trained for stage in self._stages[name]):
-                own = listed(layer.path for layer in self.layers if self.place.runner(layer.stage) == rank)
-                raise ValueError(
-                    f"pipeline rank {rank} would have no parameter to train, of {own}: give stages= other cuts, or "
-                    "make the mesh with fewer pipeline ranks"
-                )
-
     @property
     def described(self) -> str:
         """The stages, as a short text that differs where they do."""
@@ -96,6 +87,11 @@ class StagedModule:
         raise TypeError(
             f"a module cut into pipeline stages belongs to its mesh and cannot be copied or pickled: {HOW_TO_SAVE}"
         )
+
+    @property
+    def axis(self) -> Axis:
+        """The pipeline axis."""
+        return self._axis
 
     # -- the parameters of this rank ----------------------------------------------------------------------------------
 
@@ -228,9 +224,9 @@ class StagedModule:
     def with_all_stages(self, writeback: bool) -> Iterator[None]:
         """`summoned`, without its agreement; collective over the pipeline axis unless values are written back."""
         before = {} if writeback else {name: p.detach().clone() for name, p in self.held(self._tensors).items()}
-        self._enter()
-        self.is_summoned = True
-        try:
+        try:  # a rank may die while the stages are gathered
+            self._enter()
+            self.is_summoned = True
             yield
             for p in self._tensors.values() if writeback and self.cuts is None else ():
                 broadcast_values(p, self.mesh.world)

@@ -14,6 +14,7 @@ import torch
 
 from mpishard.arguments import kind_of, listed
 from mpishard.layout.boxes import split
+from mpishard.torch.batch_norm import has_norms_over_ranks
 from mpishard.torch.units import plain_name
 
 _LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
@@ -30,6 +31,35 @@ class StageLayer:
     path: str
     module: Any
     stage: int
+
+
+def layers_on(module: Any, stages: Any, ranks: int, chunks: int = 1) -> list[StageLayer]:
+    """The `layers_of` a module for pipeline ranks, with `chunks` virtual stages each.
+
+    Raises TypeError or ValueError if they cannot divide it.
+    """
+    with_pipeline = f"with pipeline={ranks}"
+    if has_norms_over_ranks(module):
+        raise ValueError(
+            f"batch norms over ranks {with_pipeline}: stages pass micro-batches by themselves; use torch's own batch "
+            "norms, or make the mesh with pipeline=1"
+        )
+    if hasattr(module, "_orig_mod"):
+        raise ValueError(
+            f"a module of torch.compile {with_pipeline}: the stages call its layers one by one; give the module "
+            "before torch.compile, or make the mesh with pipeline=1"
+        )
+    layers = layers_of(module, stages, ranks * chunks)
+    inside = {id(p) for layer in layers for p in layer.module.parameters()}
+    on_all = any(p.requires_grad and id(p) not in inside for p in module.parameters())
+    for rank in range(ranks):
+        own = [layer for layer in layers if layer.stage % ranks == rank]
+        if not on_all and not any(p.requires_grad for layer in own for p in layer.module.parameters()):
+            raise ValueError(
+                f"pipeline rank {rank} would have no parameter to train, of {listed(layer.path for layer in own)}: "
+                "give stages= other cuts, or make the mesh with fewer pipeline ranks"
+            )
+    return layers
 
 
 def layers_of(module: Any, stages: Any, count: int) -> list[StageLayer]:

@@ -1,4 +1,4 @@
-"""A rank dies in a run of a PyTorch module that tensor ranks divide: the run goes on as without the death."""
+"""A rank dies in a run of a PyTorch module on tensor or pipeline ranks: the run goes on as without the death."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import mpishard
 from mpishard.checkpoint import Checkpoints
 
-folder, report, tensor, steps, layouts, victim, deadly = sys.argv[1:3] + [*map(int, sys.argv[3:])]
+folder, report, axis = sys.argv[1:4]
+size, steps, layouts, victim, deadly = map(int, sys.argv[4:])
 step, words = 0, torch.from_numpy(np.random.default_rng(0).integers(0, 11, (40, 9)))
 
 def losses(module, samples):
@@ -53,7 +54,7 @@ def trained(mesh, elastic=False, checkpoints=None):
     optimizer = mpishard.ZeRO1Optimizer(mpishard.AdamW(lr=1e-2), config)
     given = problem(mesh)
     if elastic:
-        more = {"layouts": [{"tensor": 2}, {}]} if layouts else {"respawn": False}
+        more = {"layouts": [{axis: 2}, {}]} if layouts else {"respawn": False}
         optimizer = mpishard.ElasticOptimizer(optimizer, **more)
         given = problem if layouts else given
     result = optimizer.optimize(
@@ -66,33 +67,41 @@ own, victim = victim, -1
 with mpishard.Mesh(MPI.COMM_SELF) as alone:
     expected = trained(alone)
 step, victim = 0, own
-with mpishard.Mesh(tensor=tensor) as mesh, Checkpoints(folder, mesh, every=2) as checkpoints:
+with mpishard.Mesh(**{axis: size}) as mesh, Checkpoints(folder, mesh, every=2) as checkpoints:
     found = trained(mesh, deadly >= 0, checkpoints)
     apart = max(float(np.abs(one - other).max()) for one, other in zip(found, expected))
     apart = max(mesh.world.allgather_object(apart))
     if mesh.rank == 0:
         with open(report, "a") as file:
-            print(mesh.shape["data"], mesh.shape["tensor"], len(found[0]), apart < 1e-12, apart, file=file)
+            print(*map(mesh.shape.get, ("data", "tensor", "pipeline")), len(found[0]), apart < 1e-12, apart, file=file)
 """
 
 
 @pytest.mark.parametrize(
-    ("layouts", "deadly", "left"),
-    [(False, 4, "1 2"), (False, 0, "1 2"), (True, 4, "3 1")],
-    ids=["replica", "first pass", "layouts"],
+    ("axis", "layouts", "deadly", "left", "others"),
+    [
+        ("tensor", False, 4, "1 2 1", [("tensor", 4, "1 4 1"), ("pipeline", 4, "1 1 4")]),
+        ("tensor", False, 0, "1 2 1", [("tensor", 4, "1 4 1")]),
+        ("tensor", True, 4, "3 1 1", [("tensor", 4, "1 4 1")]),
+        ("pipeline", False, 4, "1 1 2", [("tensor", 2, "2 2 1"), ("pipeline", 4, "1 1 4"), ("data", 4, "4 1 1")]),
+        ("pipeline", True, 4, "3 1 1", [("pipeline", 2, "2 1 2")]),
+    ],
+    ids=["replica", "first pass", "layouts", "stage", "layouts of stages"],
 )
-def test_a_rank_is_shot_in_a_pass_and_the_run_goes_on_with_four_tensor_ranks(tmp_path, layouts, deadly, left):
+def test_a_rank_is_shot_in_a_pass_and_the_run_goes_on_on_other_meshes(tmp_path, axis, layouts, deadly, left, others):
     """In the first pass it is shot while the plan is compared with the whole module."""
     pytest.importorskip("transformers")
     report = tmp_path / "report"
 
     def launch(lines, *arguments):
         words = [*LAUNCH, "-n", "4", sys.executable, "-c", SCRIPT, str(tmp_path / "run"), str(report)]
-        words += [str(int(each)) for each in arguments]
+        words += [each if isinstance(each, str) else str(int(each)) for each in arguments]
         return faults.execute(words, 240, lambda: report.exists() and report.read_text().count("\n") == lines)[0]
 
-    output = launch(1, 2, 6, layouts, 3, deadly)
+    output, expected = launch(1, axis, 2, 6, layouts, 3, deadly), [f"{left} 6 True"]
     assert report.exists(), output
-    output += launch(2, 4, 9, False, -1, -1)
+    for steps, (other, size, shape) in enumerate(others, 8):
+        expected.append(f"{shape} {steps} True")
+        output += launch(len(expected), other, size, steps, False, -1, -1)
     found = [line.rpartition(" ")[0] for line in report.read_text().splitlines()]
-    assert found == [f"{left} 6 True", "1 4 9 True"], report.read_text() + output
+    assert found == expected, report.read_text() + output

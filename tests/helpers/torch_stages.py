@@ -96,15 +96,20 @@ def take_micro_steps(module, optimizer, steps, axis=None, clip=None):
     return losses
 
 
-def virtual_stages(module, mesh, count, stages=None, schedule="interleaved", plan=None):
-    """An optimizer of a module that one rank runs as several stages, as a pipeline of as many would."""
+def passes_of_stages(module, mesh, count, stages=None, schedule="interleaved", plan=None, takes_numbers=False):
+    """The state and the passes of a module that one rank runs as several stages, as a pipeline of as many would."""
     tensors = ModuleTensors.of(module)
     cuts = CutModule.of(module, plan, mesh, tensors.trained, tensors.frozen, checks_pass=True)
     layers = layers_of(module, stages, count)
     staged = StagedModule(module, mesh, layers, tensors.trained, tensors.frozen, cuts)
     state = state_of(module, tensors, "broadcast", cuts=cuts, stages=staged)
+    order = PipelineSettings.of(schedule, count, MICRO, 1)
+    return state, PipelinedPasses(order, staged, state.parameters, torch.device("cpu"), takes_numbers)
+
+
+def virtual_stages(module, mesh, count, **options):
+    """An optimizer of such a module."""
+    state, passes = passes_of_stages(module, mesh, count, **options)
     optimizer = mpishard.DDPOptimizer(RULE, mesh)
     optimizer.bind(state.parameters)
-    order = PipelineSettings.of(schedule, count, MICRO, 1)
-    passes = PipelinedPasses(order, staged, state.parameters, torch.device("cpu"))
-    return ModuleOptimizer(state, optimizer, groups_of(RULE, tensors.trained), passes)
+    return ModuleOptimizer(state, optimizer, groups_of(RULE, state.all_trained), passes)

@@ -1,4 +1,4 @@
-"""Elastic runs of PyTorch modules whose layers tensor ranks divide by a plan, and whose meshes change."""
+"""Elastic runs of PyTorch modules on tensor ranks, by a plan, and on pipeline ranks; their meshes change."""
 
 from __future__ import annotations
 
@@ -8,19 +8,31 @@ import weakref
 
 import numpy as np
 import pytest
-import variants
 from mpi4py import MPI
 
 import mpishard
-from mpishard import DDPOptimizer, ElasticOptimizer, Mesh, ShardingConfiguration, ZeRO1Optimizer, ZeRO3Optimizer
+from mpishard import (
+    DDPOptimizer,
+    ElasticOptimizer,
+    Evaluation,
+    Mesh,
+    ShardingConfiguration,
+    ZeRO1Optimizer,
+    ZeRO2Optimizer,
+    ZeRO3Optimizer,
+)
 from mpishard.checkpoint import Checkpoints
 
 torch = pytest.importorskip("torch")
-from torch_plans import PLAN, RULE, Layer, Transformer, fresh, tensor_size, words_of  # noqa: E402
+import torch_plans  # noqa: E402
+from torch_plans import PLAN, RULE, Layer, Transformer, tensor_size, words_of  # noqa: E402
+from torch_stages import made as made_of_stages  # noqa: E402
 
 STEPS = 6
 WORDS = torch.cat([words_of(step) for step in range(6)])
 ANY = [{"tensor": 3}, {"tensor": 2}, {}]
+STAGES = [{"pipeline": 3}, {"pipeline": 2}, {}]
+fresh = functools.partial(torch_plans.fresh, layers=3)
 needs_ranks = pytest.mark.mpi(min_size=2)
 
 
@@ -68,11 +80,23 @@ def assert_same(result, module):
 
 
 @needs_ranks
-@pytest.mark.parametrize("strategy", [ZeRO1Optimizer, *variants.full(DDPOptimizer), ZeRO3Optimizer])
-def test_meshes_change_while_a_run_goes(comm, strategy):
-    """Each mesh has another module, and those of the meshes before leave memory."""
+@pytest.mark.parametrize(
+    ("axis", "strategy"),
+    [
+        ("tensor", ZeRO1Optimizer),
+        pytest.param("tensor", DDPOptimizer, marks=pytest.mark.full),
+        ("tensor", ZeRO3Optimizer),
+        ("pipeline", ZeRO2Optimizer),
+        pytest.param("pipeline", ZeRO1Optimizer, marks=pytest.mark.full),
+    ],
+)
+def test_meshes_change_while_a_run_goes(comm, axis, strategy):
+    """Each mesh has another module, and those of the meshes before leave memory.
+
+    On two pipelines one has no samples in a micro-batch.
+    """
     made, shapes = [], []
-    wanted = {1: {"data": comm.size}, 3: {"tensor": 2}, 4: {"tensor": 2, "data": comm.size // 2}}
+    wanted = {1: {"data": comm.size}, 3: {axis: 2}, 4: {axis: 2, "data": comm.size // 2}}
 
     def build(mesh):
         module = other() if made else fresh()
@@ -80,10 +104,10 @@ def test_meshes_change_while_a_run_goes(comm, strategy):
         return problem(mesh, strategy, module)
 
     with Mesh(comm) as mesh:
-        optimizer = ElasticOptimizer(inner(strategy, mesh), layouts=ANY)
+        optimizer = ElasticOptimizer(inner(strategy, mesh), layouts=ANY if axis == "tensor" else STAGES)
 
         def callback(state):
-            shapes.append((mesh.data.size, mesh.tensor.size))
+            shapes.append((mesh.data.size, mesh.shape[axis]))
             if state.step in wanted:
                 optimizer.resize(mesh=wanted[state.step])
 
@@ -97,11 +121,12 @@ def test_meshes_change_while_a_run_goes(comm, strategy):
 
 
 @pytest.mark.mpi(min_size=4)
-def test_workers_of_two_tensor_ranks_leave_and_come_back(comm):
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_workers_of_two_ranks_leave_and_come_back(comm, axis):
     if comm.size % 2:
         pytest.skip("no whole workers on so many ranks")
     module = fresh()
-    with Mesh(comm, tensor=2) as mesh:
+    with Mesh(comm, **{axis: 2}) as mesh:
         most = mesh.data.size
         optimizer = ElasticOptimizer(inner(ZeRO1Optimizer, mesh), max_workers=most)
         sizes = {1: most - 1, 3: most}
@@ -114,13 +139,14 @@ def test_workers_of_two_tensor_ranks_leave_and_come_back(comm):
 
 
 @needs_ranks
-def test_a_checkpoint_goes_on_with_other_tensor_ranks(comm, folder):
+def test_a_checkpoint_goes_on_with_other_tensor_and_pipeline_ranks(comm, folder):
     """And, between them, on data ranks alone without the plan."""
-    for tensor, steps in ((tensor_size(comm), 2), (1, 4), (tensor_size(comm), STEPS)):
-        module = other() if steps > 2 else fresh()
-        with Mesh(comm, tensor=tensor) as mesh, Checkpoints(folder, mesh, every=2) as checkpoints:
+    size = tensor_size(comm)
+    for sizes, steps in (({"tensor": size}, 1), ({}, 3), ({"pipeline": size}, 4), ({"tensor": size}, STEPS)):
+        module = other() if steps > 1 else fresh()
+        with Mesh(comm, **sizes) as mesh, Checkpoints(folder, mesh, every=2) as checkpoints:
             result = inner(DDPOptimizer, mesh).optimize(
-                problem(mesh, module=module, steps=steps, plan=PLAN if tensor > 1 else None),
+                problem(mesh, module=module, steps=steps, plan=PLAN if "tensor" in sizes else None),
                 checkpoints=checkpoints,
                 resume=True,
                 progress=False,
@@ -137,15 +163,56 @@ def test_a_plan_that_does_not_fit_is_found_in_the_first_step(comm):
             inner(DDPOptimizer, mesh).optimize(problem(mesh, plan=plan), progress=False)
 
 
+def of_streams(mesh, fails=False, **options):
+    """A problem, and an evaluation, of a module whose layers count their calls."""
+    module = made_of_stages("streams")
+
+    def losses_of(module, samples):
+        if fails and mesh.rank == mesh.size - 1 and module.training:
+            raise ValueError(f"sample {samples[0]}")
+        return losses(module, samples)
+
+    def evaluate(parameters, samples):
+        module.eval()
+        with torch.no_grad():
+            found = losses_of(module, samples).sum()
+        module.train()
+        return found
+
+    given = mpishard.torch.problem(module, losses_of, len(WORDS), 8, steps=2, mesh=mesh, **options)
+    return module, given, Evaluation(evaluate, 5, every=1)
+
+
+@needs_ranks
+def test_a_run_on_stages_is_evaluated_and_has_their_buffers_on_all_ranks(comm):
+    found = []
+    with Mesh(MPI.COMM_SELF) as alone, Mesh(comm, pipeline=tensor_size(comm)) as mesh:
+        for each in (alone, mesh):
+            module, given, evaluation = of_streams(each, microbatches=2)
+            found.append(inner(ZeRO1Optimizer, each).optimize(given, evaluate=evaluation, progress=False))
+        calls = torch.stack([layer.calls for layer in module.layers]).tolist()
+        assert comm.allgather(calls) == [[4] * len(calls)] * comm.size
+        _, given, _ = of_streams(mesh, fails=True)
+        with pytest.raises(ValueError, match="sample"):
+            inner(ZeRO1Optimizer, mesh).optimize(given, progress=False)
+    for one, other in zip(*((each.loss_history, each.validation_losses) for each in found), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+
+
 @needs_ranks
 def test_meshes_that_are_refused(comm):
-    def refuses(message, build=problem, layouts=ANY, **options):
+    def refuses(message, build=problem, layouts=ANY, strategy=DDPOptimizer, **options):
         with Mesh(comm) as mesh:
-            optimizer = ElasticOptimizer(inner(DDPOptimizer, mesh, **options), layouts=layouts)
+            optimizer = ElasticOptimizer(inner(strategy, mesh, **options), layouts=layouts)
             with pytest.raises(ValueError, match=message):
                 optimizer.optimize(build, progress=False)
 
-    refuses("pipeline=2.*pipeline ranks", layouts=[{"pipeline": 2}, {}])
+    def of_units(mesh):
+        return problem(mesh, ZeRO3Optimizer)
+
+    refuses("pipeline=4.*3 layers.* to 4 stages", layouts=[{"pipeline": 4}, {}])
+    refuses("shard_units with pipeline=2", of_units, STAGES[1:], ZeRO3Optimizer)
+    refuses("pipeline=2.*reproducible=True", layouts=STAGES[1:], reproducible=True)
     refuses("tensor=4.*3 heads", layouts=[{"tensor": 4}, {"tensor": 2}, {}])
     refuses("tensor=3.*keeps its tensor size", reproducible=True)
     refuses("not given the mesh", lambda mesh: mpishard.torch.problem(fresh(), losses, 48, 8))
@@ -168,5 +235,10 @@ def test_what_cuts_a_problem_is_checked(comm):
         plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
         with pytest.raises(ValueError, match="plan is"):
             problem(mesh, module=fresh(kind=Transformer), plan=plan if mesh.rank else PLAN)
-    with Mesh(comm, pipeline=comm.size) as mesh, pytest.raises(ValueError, match=f"pipeline={comm.size}"):
-        problem(mesh)
+    with Mesh(comm, pipeline=comm.size) as mesh:
+        with pytest.raises(ValueError, match=f"shard_units with pipeline={comm.size}"):
+            problem(mesh, ZeRO3Optimizer)
+        with pytest.raises(ValueError, match="stages"):
+            problem(mesh, stages=None if mesh.rank else ["layers.1"] * (comm.size - 1))
+        with pytest.raises(ValueError, match="reproducible=True.*pipeline stages"):
+            inner(DDPOptimizer, mesh, reproducible=True).optimize(problem(mesh, module=fresh(layers=max(4, comm.size))))

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import variants
+from mpi4py import MPI
 
 import mpishard
 from mpishard import Mesh, ShardingConfiguration
@@ -206,6 +207,28 @@ def test_steps_with_a_plan_of_layers_that_deals_experts_out_are_those_of_one_pro
             which.step()
     optimizer.close()
     assert_same_parameters(module, whole, atol=1e-5)
+
+
+@pytest.mark.full
+@needs_ranks
+def test_a_problem_deals_out_experts_by_a_plan_of_layers(tensor_mesh):
+    """A rank may have no samples in a micro-batch."""
+    words, found, modules = torch.cat([words_of(step) for step in range(3)]), [], [made().double(), made().double()]
+
+    def losses(module, samples):
+        logits = module(words[samples, :-1]).logits
+        return torch.nn.functional.cross_entropy(logits.mT, words[samples, 1:], reduction="none").mean(1)
+
+    with Mesh(MPI.COMM_SELF) as alone:
+        for module, mesh in zip(modules, (alone, tensor_mesh), strict=True):
+            plan = module.tp_plan | module.ep_plan if mesh is tensor_mesh else None
+            given = mpishard.torch.problem(
+                module, losses, len(words), 8, micro_batch_size=3, steps=4, mesh=mesh, plan=plan
+            )
+            found.append(mpishard.ZeRO1Optimizer(RULE, mesh).optimize(given, progress=False).loss_history)
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-6)  # transformers routes in float32
+    with mpishard.torch.summon_full_parameters(modules[1]):
+        assert_same_parameters(modules[1], modules[0], atol=1e-5)
 
 
 # What is refused.

@@ -150,6 +150,11 @@ def test_passes_that_cannot_be_divided_are_refused(tensor_mesh):
     with pytest.raises(ValueError, match=f"{ranks - 1} tokens for tensor={ranks}"):
         module(words[:, : ranks - 1])
     module(words)
+    for name in ("input_ids", "labels"):  # the last token, which one rank alone has
+        wrong = words.clone()
+        wrong[0, -1] = WORDS
+        with pytest.raises(IndexError, match=f"{name} .* {WORDS}"):
+            module(**{"input_ids": words, name: wrong})
     with pytest.raises(RuntimeError, match="called outside of a pass"):
         module.model(words)
     optimizer.close()

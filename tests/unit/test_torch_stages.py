@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import NamedTuple
 
 import numpy as np
@@ -15,14 +16,23 @@ from mpishard.layout.tensors import ModelParallelRank
 
 torch = pytest.importorskip("torch")
 from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
+from torch.nn.functional import cross_entropy  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_models import assert_same_parameters  # noqa: E402
 from torch_plans import RULE, WORDS, Transformer, adamw, fresh, loss_of, take_steps, words_of  # noqa: E402
-from torch_stages import TwoStreams, made, sequential, take_micro_steps, virtual_stages  # noqa: E402
+from torch_stages import (  # noqa: E402
+    TwoStreams,
+    made,
+    passes_of_stages,
+    sequential,
+    take_micro_steps,
+    virtual_stages,
+)
 
 import mpishard  # noqa: E402
 from mpishard.torch.micro_batches import PipelineSettings, micro_batches_of  # noqa: E402
 from mpishard.torch.module_tensors import ModuleTensors  # noqa: E402
+from mpishard.torch.problem import LossAndGradient, problem  # noqa: E402
 from mpishard.torch.stage_passes import (  # noqa: E402
     Message,
     MicroBatch,
@@ -335,6 +345,37 @@ def test_micro_batches_of_a_whole_module(mesh):
         optimizer.loss(lambda module, words: module(words).sum((1, 2)), words_of(0)[:, :3].repeat(3, 1))
     optimizer.close()
     assert_same_parameters(module, whole, atol=1e-12)
+
+
+def test_a_run_of_stages_is_that_of_the_module(mesh):
+    """Sequences are as long as the longest of a micro-batch, and the function reads them by itself."""
+    words = torch.cat([words_of(step) for step in range(4)])
+
+    def losses(module, samples):
+        lengths = torch.where(torch.from_numpy(samples) < 16, 3, 5)
+        found = words[samples, : lengths.max() + 1]
+        each = cross_entropy(module(found[:, :-1]).mT, found[:, 1:], reduction="none")
+        return (each * (torch.arange(each.shape[1]) < lengths[:, None])).sum(1) / lengths
+
+    def loss_of_samples(parameters, samples):
+        with torch.no_grad():
+            return losses(module, samples).sum()
+
+    found = []
+    for has_stages in (False, True):
+        module = made("streams")
+        task = problem(module, losses, 32, 8, micro_batch_size=5, steps=4)
+        if has_stages:
+            task.start.carried.release()
+            state, passes = passes_of_stages(module, mesh, 3, takes_numbers=True)
+            function = LossAndGradient(state, module, losses, passes)
+            task = dataclasses.replace(task, function=function, start=state.parameters)
+        evaluation = mpishard.Evaluation(loss_of_samples, 7, every=2)
+        found.append(mpishard.DDPOptimizer(RULE, mesh).optimize(task, progress=False, evaluate=evaluation))
+        assert len(found[-1].loss_history) == 4
+    for name in ("loss_history", "validation_losses"):
+        one, other = (getattr(each, name) for each in found)
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
 
 
 @pytest.mark.full
