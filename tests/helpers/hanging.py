@@ -260,6 +260,18 @@ def other_tags(comm, rank):
         comm.Recv(array(), source=0, tag=2)
 
 
+@wrong("deadlock of messages", "tag", ranks=EVERYBODY)
+def results_of_other_tag(comm, rank):
+    """The workers' messages are so small that they have sent them, and wait for answers."""
+    from mpi4py import MPI
+
+    if rank:
+        comm.send(rank, dest=0, tag=3)
+        comm.recv(source=0)
+    else:
+        comm.recv(source=MPI.ANY_SOURCE, tag=5)
+
+
 @wrong("deadlock of messages", "receive", "cycle", ranks=(1,))
 def receive_in_collective(comm, rank):
     if rank == 1:
