@@ -73,8 +73,8 @@ def diagnose(answers: Sequence[Mapping[str, Any]], absent: Mapping[int, str], ra
     `answers` are from `mpishard.watch.sampler.Sampler`, at most one a rank; `absent` has the ranks without one, and the
     state of their processes.  Kinds: ``"failed"``, ``"absent"``, ``"file"`` (stuck in the file system), ``"mismatch"``
     (other collectives), ``"root"``, ``"communicator"``, ``"tag"``, ``"ended"`` (a missing collective), ``"send"`` and
-    ``"receive"`` (without the other), ``"computes"``, ``"outside"`` (for processes of another job), ``"cycle"``,
-    ``"request"``, or ``"arrived"`` (all are there).
+    ``"receive"`` (without the other), ``"computes"``, ``"late"`` (has just come to a call), ``"outside"`` (for
+    processes of another job), ``"cycle"``, ``"request"``, or ``"arrived"`` (all are there).
     """
     by_rank = {int(answer["rank"]): answer for answer in answers}
     waits = _waits(by_rank, ranks)
@@ -171,15 +171,20 @@ def _in_file(answer: Mapping[str, Any]) -> Finding:
 
 
 def _running(answer: Mapping[str, Any]) -> Finding:
-    how = f"is in one call for {answer['seconds']:.0f} s" if answer["seconds"] >= _LEAST_S else "computes"
+    kind, how = "computes", "computes"
+    if answer["seconds"] >= _LEAST_S:
+        how = f"is in one call for {answer['seconds']:.0f} s"
+    elif answer["call"] is not None:
+        kind, how = "late", f"has just come to {answer['call']['op']} of {answer['call']['on']}"
     step = f" in step {answer['step']}" if answer.get("step") else ""
     last = f"; its last call was {answer['recent'][-1]}" if answer.get("recent") else ""
-    return Finding((answer["rank"],), "computes", f"is waited for, and {how} at {_place(answer)}{step}{last}")
+    return Finding((answer["rank"],), kind, f"is waited for, and {how} at {_place(answer)}{step}{last}")
 
 
 def _elsewhere(answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """The ranks that compute while others wait for a request, which does not tell for whom."""
-    here = [answer for answer in answers if answer["state"] not in (ENDED, FAILED) and not answer["file"]]
+    here = [answer for answer in answers if answer["state"] not in (ENDED, FAILED)]
+    here = [answer for answer in here if not answer["file"] and answer["call"] is None]
     if not here:
         return []
     ranks = tuple(sorted(answer["rank"] for answer in here))

@@ -57,7 +57,7 @@ def run(*words: str, limit: float = LIMIT_S, **variables: str) -> tuple[str, int
 
 
 def watched(name: str, folder: str | Path, timeout: float = 4.0) -> tuple[list[Finding], str, int]:
-    """What is found, what was printed and where ranks stood last, and the exit code; -1 if the job did not end itself."""
+    """What is found, what was printed and the last answers, and the exit code; -1 if the job did not end by itself."""
     program = Path(__file__).with_name("hanging.py")
     options = ["--folder", str(folder), "--timeout", str(timeout)]
     text, code = run("-m", "mpishard.watch", *options, str(program), name)

@@ -196,6 +196,16 @@ CASES = {
         [("ended", (3,)), ("ended", (2,))],
     ),
     "computes": ([says(0, "runs"), *(waits(r, "Reduce", root=0) for r in (1, 2, 3))], {}, [("computes", (0,))]),
+    # The thread of rank 2 has not looked twice since it came.
+    "late": (
+        [
+            *(waits(r, "Barrier") for r in (0, 1)),
+            waits(2, "Barrier", seconds=0.0) | {"state": "runs"},
+            waits(3, "Barrier", seconds=0.5),
+        ],
+        {},
+        [("late", (2,)), ("late", (3,))],
+    ),
     # Rank 1 has left the Reduce, to which rank 3 has not come.
     "left": (
         [waits(0, "Reduce", root=0), waits(1, "Barrier"), waits(2, "Barrier"), says(3, "runs")],
