@@ -559,6 +559,12 @@ def test_a_module_runs_as_it_does_alone(tmp_path: Path) -> None:
     assert done.stdout == f"{[str(tmp_path / 'program.py'), '--flag', 'x']} __main__ program\n"
 
 
+def test_a_message_that_is_not_received_is_named(tmp_path: Path) -> None:
+    program = "from mpi4py import MPI\nrequest = MPI.COMM_WORLD.Isend(bytearray(8), dest=0, tag=3)\n"
+    done = watched(program, tmp_path)
+    assert "mpishard: rank 0 ends without receiving what rank 0 has sent with tag 3\n" in done.stderr
+
+
 def test_a_failure_is_noted(tmp_path: Path) -> None:
     """Not that of a process that the program forks."""
     program = """
