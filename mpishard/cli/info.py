@@ -196,7 +196,8 @@ def _show_run(folder: Path, as_json: bool) -> None:
     start = run.start
     if as_json:
         facts = {"start": start, "ending": run.ending, "last_step": run.last_step}
-        typer.echo(json.dumps(facts | {"audit": run.audit, "audit_findings": run.findings}))
+        facts |= {"audit": run.audit, "audit_findings": run.findings, "audit_damage": run.audit_damage}
+        typer.echo(json.dumps(facts))
         return
     last = f"step {run.last_step}" + (f" of {run.steps}" if run.steps else "")
     command = start.get("command", [])
@@ -218,6 +219,7 @@ def _show_run(folder: Path, as_json: bool) -> None:
     named = [described(line) for line in run.findings[-_SHOWN_FINDINGS:]]
     if left := len(run.findings) - len(named):
         named.insert(0, f"{left} earlier")
+    named += filter(None, [run.audit_damage])
     found += zip(["found", *[""] * len(named)], named or ["nothing"] * (audit is not None), strict=False)
     _print_columns([(name, printable(text)) for name, text in found])
 

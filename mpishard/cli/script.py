@@ -19,6 +19,20 @@ _BEGINS = "set -euo pipefail\n"  # after the head of each script
 _REST = re.compile(r"^# The rest is that of train\.sbatch.*", re.MULTILINE | re.DOTALL)
 _DEFAULT = re.compile(r"^(\[ \$# -gt 0 \] \|\| set -- )(.*\n)", re.MULTILINE)
 
+_MAIL = "BEGIN END FAIL REQUEUE ALL NONE INVALID_DEPEND STAGE_OUT TIME_LIMIT ARRAY_TASKS".split()
+_MAIL += [f"TIME_LIMIT_{percent}" for percent in (90, 80, 50)]
+_MAILS = f"({'|'.join(_MAIL)})"
+_TASKS = "[0-9]+(-[0-9]+(:[1-9][0-9]*)?)?"
+# What Slurm takes of options that are no numbers, and how that is told; upper and lower case are the same.
+_FORMS = {
+    "time": (
+        "([0-9]+-)?[0-9]+(:[0-9]+){0,2}|-1|UNLIMITED|INFINITE",
+        "30 (minutes), 12:00:00, 1-00:00:00 (days before the dash), or UNLIMITED",
+    ),
+    "mail-type": (f"{_MAILS}(,{_MAILS})*", f"words such as END,FAIL: {', '.join(_MAIL)}"),
+    "array": (f"{_TASKS}(,{_TASKS})*(%[1-9][0-9]*)?", "0-3, 1,4,8, 0-15:4, or 0-15%2 for two tasks at a time"),
+}
+
 
 def script(
     kind: Annotated[str, typer.Argument(metavar="slurm|array|elastic", help="One run, a sweep, or an elastic run.")],
@@ -64,6 +78,11 @@ def script(
     for name, value in directives.items():
         if not value.isprintable() or re.search(r"[\s#'\"\\]", value):
             raise ValueError(f"--{name} is {shown(value)}; it must be one word without quotes or #")
+        pattern, forms = _FORMS.get(name, (".*", ""))
+        if not re.fullmatch(pattern, value, re.IGNORECASE):
+            raise ValueError(f"--{name} is {shown(value)}; Slurm takes {forms}")
+    if any(int(first) > int(last) for first, last in re.findall("([0-9]+)-([0-9]+)", array)):
+        raise ValueError(f"--array is {array}; the first task of a range must not be after its last")
     typer.echo(_filled(kind, directives, command or []), nl=False)
 
 

@@ -35,7 +35,8 @@ def screen(run: Follower, rows: int) -> Group:
     """The current state of the run, with at most `rows` rows of ranks: those that compute longest come first."""
     processes = run.processes
     found = [line for line in run.findings if line.get("start") == run.number][-_MOST_REMARKS:]
-    audits = [cell(f"audit: {described(line)}", style="red") for line in found]
+    texts = [*map(described, found), run.audit_damage]
+    audits = [cell(f"audit: {text}", style="red") for text in texts if text]
     parts: list[Any] = [_headline(run), *_logged(run), *audits, *_remarks(run, processes)]
     if processes:
         busiest = sorted(processes, key=lambda process: -_busy(process))[:rows]
@@ -69,6 +70,7 @@ def snapshot(run: Follower) -> dict[str, Any]:
             {"rank": slow.rank, "host": slow.host, "busy": slow.busy, "median": slow.median} for slow in run.stragglers
         ],
         "audit_findings": run.findings,
+        "audit_damage": run.audit_damage,
     }
 
 

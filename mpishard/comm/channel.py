@@ -529,7 +529,8 @@ class Channel:
         call = Call(*fields).placed(sys._getframe())
         other = "recv" if call.op == "send" else "send"
         number = self.matching.entered(self._end(call.op, rank, peer, tag))
-        what = f"{call.op}({call.elements} x {call.dtype}, {'to' if call.op == 'send' else 'from'} rank {peer})"
+        way = "to" if call.op == "send" else "from"
+        what = f"{call.op}({call.elements} x {call.dtype}, {way} rank {peer}, tag {tag})"
         late = Late(self._end(other, peer, rank, tag), number, call.axis, what, call.site, [peer], {})
         self.ledger.active = fields
         try:

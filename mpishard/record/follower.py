@@ -23,6 +23,7 @@ from mpishard.record.reading import (
     Process,
     Straggler,
     began_after,
+    damage,
     is_number,
     own_lines,
     own_metrics,
@@ -128,6 +129,11 @@ class Follower:
     def audit(self) -> dict[str, Any] | None:
         """What the audit of the last start spends, and when it sees what; None without one."""
         return known_promise(self.start.get("audit"))
+
+    @property
+    def audit_damage(self) -> str:
+        """What is wrong with the file of `findings`; empty if it is whole."""
+        return damage(self.folder / AUDITS)
 
     @property
     def step_seconds(self) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import listed
-from mpishard.io.files import open_to_append, open_to_read, parsed
+from mpishard.io.files import open_to_append, open_to_read, parsed, read
 
 _END = 65536
 _BLOCK = 2**20
@@ -102,6 +102,18 @@ def read_end(path: Path) -> list[dict[str, Any]]:
     """The lines within the last 64 KiB of a file."""
     size = path.stat().st_size if path.exists() else 0
     return read_lines(path, max(0, size - _END))[0]
+
+
+def damage(path: Path) -> str:
+    """From which line on a file is damaged, in words; empty if each line has an object, and without a file.
+
+    `read_lines` leaves such lines out: a damaged list of findings would look like one of none.
+    """
+    *lines, rest = read(path).split(b"\n") if path.exists() else [b""]
+    whole = [bool([*_objects(line)]) for line in lines] + [False] * bool(rest)
+    if all(whole):
+        return ""
+    return f"{path} is damaged from line {whole.index(False) + 1} on: of {len(whole)} lines {sum(whole)} can be read"
 
 
 def _objects(data: bytes) -> Iterator[dict[str, Any]]:

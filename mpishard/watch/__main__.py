@@ -20,7 +20,7 @@ from mpishard.launch.worker import Script
 from mpishard.watch.calls import loaded_mpi
 from mpishard.watch.folder import FOLDER, begin
 from mpishard.watch.guard import GUARD, guard, start_guard
-from mpishard.watch.sampler import PROCESSES, Watcher
+from mpishard.watch.sampler import PROCESSES, Watcher, running_mpi
 
 _ALONE = Launch("no launcher", "", 0, 1)
 
@@ -97,6 +97,17 @@ class _Failure:
             _abort()
 
 
+def _name_unreceived() -> None:
+    """Name a message that nobody has received: for it MPI_Finalize may fail, which mpi4py ignores."""
+    mpi = running_mpi()
+    if mpi is None:
+        return
+    comm, status = mpi.COMM_WORLD, mpi.Status()
+    if comm.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG, status):
+        sent = f"what rank {status.source} has sent with tag {status.tag}"
+        print(f"mpishard: rank {comm.rank} ends without receiving {sent}", file=sys.stderr, flush=True)
+
+
 def _abort() -> None:
     """Abort the job: MPICH's launcher does not end one for a rank that ends before MPI_Init, in which others wait."""
     import_module("mpishard.comm.abort").abort("")
@@ -106,6 +117,7 @@ def _end(watcher: Watcher, notes: JobNotes | None, script: Script) -> None:
     """Note how the program has ended; the supervisor learns it from mpishard if the program has imported that."""
     if watcher.process != os.getpid() or not watcher.is_alive():  # a fork, or a failure that is noted
         return
+    _name_unreceived()
     watcher.end_with(script.code)
     if notes is None or "mpishard.comm.supervisor_reports" in sys.modules or script.code is None:
         return

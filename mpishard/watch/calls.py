@@ -7,6 +7,7 @@ Its parts are evaluated only where that runs no code of the program: names, attr
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import itertools
 import linecache
@@ -58,6 +59,8 @@ _OF_OBJECTS = {"gather": {"root": 1}, "scatter": {"root": 1}, "reduce": {"root":
 ANY, NULL = "any", "null"
 # In the place of a rank: a process outside of MPI_COMM_WORLD, as Spawn and Connect bring them.
 OUTSIDE = -1
+# Ranks that are asked for messages of other tags.
+_MOST_SOURCES = 256
 # The class of a call of mpishard, whose collectives have a number on their axis.
 AXIS = "Axis"
 
@@ -94,7 +97,8 @@ def call_in(frame: types.FrameType) -> dict[str, Any] | None:
 
     Beside the fields of `call_on_line`, for a communicator or window that can be read: `members`, its ranks as
     ranks of MPI_COMM_WORLD (None: all of these), `size`, and `identity`, a text that mostly differs between
-    communicators of the same ranks and is the same on all ranks of one.
+    communicators of the same ranks and is the same on all ranks of one.  Where it receives one tag, `unreceived` has
+    messages of other tags that have come there: pairs of a source and a tag, of each source the first one.
     """
     node, mpi = _node_at(frame), loaded_mpi()
     if node is None or mpi is None:
@@ -112,7 +116,10 @@ def call_in(frame: types.FrameType) -> dict[str, Any] | None:
     if isinstance(of, type):  # as MPI.File.Open(comm, ...)
         arguments = itertools.chain(node.args, (each.value for each in node.keywords))
         of = next((value for value in (_value(each, names) for each in arguments) if _is_a(value, mpi.Comm)), None)
-    return found if of is None else found | _members(mpi, of)
+    if of is None:
+        return found
+    members = _members(mpi, of)
+    return found | members | (_unreceived(mpi, of, found) if "size" in members else {})
 
 
 def call_on_line(file: str, line: int) -> dict[str, Any] | None:
@@ -190,6 +197,19 @@ def _members(mpi: Any, of: Any) -> dict[str, Any]:
     # have made the same communicators have the same handles.
     identity = (of.name or str(of.py2f())) if is_comm else ""
     return {"size": len(members), "members": None if everybody else members, "identity": identity}
+
+
+def _unreceived(mpi: Any, comm: Any, call: Mapping[str, Any]) -> dict[str, Any]:
+    """`unreceived` of `call_in`; nothing for other calls than receives of one tag."""
+    source, tag, status = call.get("source"), call.get("tag"), mpi.Status()
+    if call["op"].lower() not in RECEIVES or not isinstance(tag, int):
+        return {}
+    everybody = range(comm.Get_remote_size() if comm.Is_inter() else comm.size)
+    there = everybody[:_MOST_SOURCES] if source == ANY else [each for each in everybody if each == source]
+    found: list[list[int]] = []
+    with contextlib.suppress(mpi.Exception):  # a rank has died, or is none
+        found = [[each, status.tag] for each in there if comm.Iprobe(each, mpi.ANY_TAG, status) and status.tag != tag]
+    return {"unreceived": found}
 
 
 # -- text of a call ----------------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ class Wait:
     source: int | str | None
     tag: int | str | None
     recvtag: int | str | None
+    unreceived: tuple[tuple[int, int], ...]  # messages that have come with other tags: their sources and tags
     is_collective: bool
     number: str  # of a call of an axis; else empty
     place: str  # ``file:line``
@@ -72,8 +73,8 @@ def diagnose(answers: Sequence[Mapping[str, Any]], absent: Mapping[int, str], ra
     `answers` are from `mpishard.watch.sampler.Sampler`, at most one a rank; `absent` has the ranks without one, and the
     state of their processes.  Kinds: ``"failed"``, ``"absent"``, ``"file"`` (stuck in the file system), ``"mismatch"``
     (other collectives), ``"root"``, ``"communicator"``, ``"tag"``, ``"ended"`` (a missing collective), ``"send"`` and
-    ``"receive"`` (without the other), ``"computes"``, ``"outside"`` (for processes of another job), ``"cycle"``,
-    ``"request"``, or ``"arrived"`` (all are there).
+    ``"receive"`` (without the other), ``"computes"``, ``"late"`` (has just come to a call), ``"outside"`` (for
+    processes of another job), ``"cycle"``, ``"request"``, or ``"arrived"`` (all are there).
     """
     by_rank = {int(answer["rank"]): answer for answer in answers}
     waits = _waits(by_rank, ranks)
@@ -92,6 +93,7 @@ def diagnose(answers: Sequence[Mapping[str, Any]], absent: Mapping[int, str], ra
     if not (running and any(wait.op.lower() in _LEFT_EARLY for wait in waits.values())):
         found += mismatches
     left = {rank: by_rank[rank].get("code") for rank in causes if rank in by_rank and by_rank[rank]["state"] == ENDED}
+    found += _other_tags({rank: wait for rank, wait in waits.items() if not awaited[rank] & set(running)}, waits)
     found += _ended(left, waits, awaited)
     found += _unmatched(waits)
     found += [_running(by_rank[rank]) for rank in running]
@@ -137,6 +139,7 @@ def _waits(by_rank: Mapping[int, Mapping[str, Any]], ranks: int) -> dict[int, Wa
             world(call.get("source")),
             call.get("tag"),
             call.get("recvtag") if name in PAIRS else call.get("tag"),
+            tuple((world(source), tag) for source, tag in call.get("unreceived", [])),
             is_collective,
             call.get("number", ""),
             _place(answer),
@@ -168,15 +171,20 @@ def _in_file(answer: Mapping[str, Any]) -> Finding:
 
 
 def _running(answer: Mapping[str, Any]) -> Finding:
-    how = f"is in one call for {answer['seconds']:.0f} s" if answer["seconds"] >= _LEAST_S else "computes"
+    kind, how = "computes", "computes"
+    if answer["seconds"] >= _LEAST_S:
+        how = f"is in one call for {answer['seconds']:.0f} s"
+    elif answer["call"] is not None:
+        kind, how = "late", f"has just come to {answer['call']['op']} of {answer['call']['on']}"
     step = f" in step {answer['step']}" if answer.get("step") else ""
     last = f"; its last call was {answer['recent'][-1]}" if answer.get("recent") else ""
-    return Finding((answer["rank"],), "computes", f"is waited for, and {how} at {_place(answer)}{step}{last}")
+    return Finding((answer["rank"],), kind, f"is waited for, and {how} at {_place(answer)}{step}{last}")
 
 
 def _elsewhere(answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """The ranks that compute while others wait for a request, which does not tell for whom."""
-    here = [answer for answer in answers if answer["state"] not in (ENDED, FAILED) and not answer["file"]]
+    here = [answer for answer in answers if answer["state"] not in (ENDED, FAILED)]
+    here = [answer for answer in here if not answer["file"] and answer["call"] is None]
     if not here:
         return []
     ranks = tuple(sorted(answer["rank"] for answer in here))
@@ -262,18 +270,31 @@ def _unmatched(waits: Mapping[int, Wait]) -> list[Finding]:
     for send, receive in itertools.permutations(waits.values(), 2):
         if send.dest != receive.rank or receive.source != send.rank:
             continue
-        both = (
-            f"rank {send.rank} in {send.what} at {send.place}, rank {receive.rank} in {receive.what} at {receive.place}"
-        )
-        ranks = tuple(sorted((send.rank, receive.rank)))
-        if ANY not in (send.tag, receive.recvtag) and None not in (send.tag, receive.recvtag):
-            if send.tag != receive.recvtag:
-                tags = f"tag {send.tag} is sent, tag {receive.recvtag} is waited for"
-                found.append(Finding(ranks, "tag", f"name each other with other tags ({tags}): {both}"))
-                continue
         if sorted(send.members) != sorted(receive.members) or send.identity != receive.identity:
-            text = f"send and receive on two communicators ({send.on} and {receive.on}): {both}"
-            found.append(Finding(ranks, "communicator", text))
+            both = (f"rank {wait.rank} in {wait.what} at {wait.place}" for wait in (send, receive))
+            text = f"send and receive on two communicators ({send.on} and {receive.on}): {', '.join(both)}"
+            found.append(Finding(tuple(sorted((send.rank, receive.rank))), "communicator", text))
+    return found
+
+
+def _other_tags(receives: Mapping[int, Wait], waits: Mapping[int, Wait]) -> list[Finding]:
+    """Receives of one tag to which others are sent, or have come."""
+    found = []
+    for receive in receives.values():
+        sends = [w for w in waits.values() if w.dest == receive.rank and receive.source in (w.rank, ANY)]
+        if receive.recvtag in (None, ANY) or any(send.tag in (None, receive.recvtag) for send in sends):
+            continue
+        sent: dict[str, list[int]] = defaultdict(list)
+        for send in sends:
+            sent[f"in {send.what} with tag {send.tag} at {send.place}"].append(send.rank)
+        for source, tag in receive.unreceived:
+            if source not in (OUTSIDE, *(send.rank for send in sends)):
+                sent[f"sent tag {tag}"].append(source)
+        if sent:
+            senders = ", ".join(f"{_ranks(ranks)} {what}" for what, ranks in sent.items())
+            ranks = tuple(sorted({receive.rank, *itertools.chain(*sent.values())}))
+            own = f"rank {receive.rank} in {receive.what} with tag {receive.recvtag} at {receive.place}"
+            found.append(Finding(ranks, "tag", f"name other tags: {own}, {senders}"))
     return found
 
 

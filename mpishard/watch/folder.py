@@ -236,8 +236,10 @@ def _is_answer(found: Any) -> bool:
     call = found["call"]
     if call is None:
         return True
-    members = call.get("members") or []
-    return _has(call, _CALL) and isinstance(members, list) and all(isinstance(rank, int) for rank in members)
+    members, pairs = call.get("members") or [], call.get("unreceived", [])
+    if not (_has(call, _CALL) and isinstance(members, list) and all(isinstance(rank, int) for rank in members)):
+        return False
+    return isinstance(pairs, list) and all(isinstance(p, list) and [*map(type, p)] == [int, int] for p in pairs)
 
 
 def _has(found: Any, fields: Mapping[str, Any]) -> bool:

@@ -226,8 +226,10 @@ def both_send_first(comm, rank):
 
 @wrong("deadlock of messages", "send", ranks=(1,))
 def send_without_receive(comm, rank):
+    """Not of COMM_WORLD: MPICH's MPI_Finalize answers what has come on that, and fails, so that the send returns."""
+    other = comm.Dup()
     if rank == 0:
-        comm.Ssend(array(), dest=1)
+        other.Ssend(array(), dest=1)
 
 
 @wrong("deadlock of messages", "receive", ranks=(0,))
@@ -258,6 +260,18 @@ def other_tags(comm, rank):
         comm.Ssend(array(), dest=1, tag=1)
     elif rank == 1:
         comm.Recv(array(), source=0, tag=2)
+
+
+@wrong("deadlock of messages", "tag", ranks=EVERYBODY)
+def results_of_other_tag(comm, rank):
+    """The workers' messages are so small that they have sent them, and wait for answers."""
+    from mpi4py import MPI
+
+    if rank:
+        comm.send(rank, dest=0, tag=3)
+        comm.recv(source=0)
+    else:
+        comm.recv(source=MPI.ANY_SOURCE, tag=5)
 
 
 @wrong("deadlock of messages", "receive", "cycle", ranks=(1,))

@@ -25,7 +25,7 @@ from typing import Any
 from hanging import PROGRAMS, UNSEEN, Wrong
 from launching import environment, mpirun
 
-from mpishard.watch.diagnosis import Finding, diagnose
+from mpishard.watch.diagnosis import Finding, diagnose, report
 from mpishard.watch.folder import jobs, read_folder
 
 RANKS, LIMIT_S = 4, 90
@@ -57,7 +57,7 @@ def run(*words: str, limit: float = LIMIT_S, **variables: str) -> tuple[str, int
 
 
 def watched(name: str, folder: str | Path, timeout: float = 4.0) -> tuple[list[Finding], str, int]:
-    """What is found, what was printed, and the exit code; -1 if the job did not end by itself."""
+    """What is found, what was printed and the last answers, and the exit code; -1 if the job did not end by itself."""
     program = Path(__file__).with_name("hanging.py")
     options = ["--folder", str(folder), "--timeout", str(timeout)]
     text, code = run("-m", "mpishard.watch", *options, str(program), name)
@@ -67,6 +67,7 @@ def watched(name: str, folder: str | Path, timeout: float = 4.0) -> tuple[list[F
             os.kill(answer["process"], signal.SIGKILL)
         except OSError:
             pass
+    text += "\n".join(["last answers:", *report(asked.answers, asked.absent, asked.ranks)])
     return diagnose(asked.answers, asked.absent, asked.ranks), text, code
 
 

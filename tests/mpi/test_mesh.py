@@ -465,15 +465,16 @@ def test_debug_sees_messages_that_nobody_is_at_the_other_end_of(comm, op):
             if mesh.rank == 0:
                 mesh.data.all_reduce(np.zeros(3))
             else:
-                getattr(mesh.world, op)(large, 0)
+                getattr(mesh.world, op)(large, 0, tag=3)
         text = str(caught.value)
         assert "rank 0: all_reduce(3 x float64, sum) on axis 'data' called at" in text
-        assert f"rank 1: {op}(1000000 x float64, {'to' if op == 'send' else 'from'} rank 0) on axis 'world'" in text
+        way = "to" if op == "send" else "from"
+        assert f"rank 1: {op}(1000000 x float64, {way} rank 0, tag 3) on axis 'world'" in text
         assert text.count("test_mesh.py:") == mesh.size and mesh.ledger.active is None
         comm.Barrier()  # a message that is received here before its sender has looked is no mistake any more
         for rank in range(1, mesh.size):  # the message that was left
             if mesh.rank == 0:
-                mesh.world.comm.Recv(large, rank) if op == "send" else mesh.world.comm.Send(large, rank)
+                mesh.world.comm.Recv(large, rank) if op == "send" else mesh.world.comm.Send(large, rank, 3)
         mesh.world.comm.Barrier()
 
 

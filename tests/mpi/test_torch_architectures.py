@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,6 +55,12 @@ def test_steps_of_models_of_transformers_are_those_of_one_process(tensor_mesh, n
     np.testing.assert_allclose(means, expected, rtol=0, atol=1e-6 if is_rounded else 1e-11)
     optimizer.close()
     assert_same_parameters(module, whole, atol=1e-5 if is_rounded else 1e-10)
+
+
+def test_the_plan_of_a_page_is_the_one_that_is_run():
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "torch-plans.md"
+    (plan,) = re.findall(r'^plan = (\{\n    "transformer.*?^\})', page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert ast.literal_eval(plan) == ARCHITECTURES["GPT2"].plan
 
 
 LAYOUTS = {"pipeline": dict(pipeline=2), "both": dict(pipeline=2, tensor=2)}

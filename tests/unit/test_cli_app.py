@@ -315,6 +315,12 @@ def test_a_batch_script_has_what_it_is_given(capsys):
         (["slurm", "--array", "0-3"], "--array 0-3 is for a sweep"),
         (["slurm", "--nodes", "5"], "5 nodes for 4 tasks; give --ntasks"),
         (["slurm", "--account", "a\n#SBATCH --exclusive"], "--account"),
+        (["slurm", "--time", "banana"], "--time is 'banana'; Slurm takes 30 (minutes), 12:00:00, 1-00:00:00"),
+        (["slurm", "--time", "1:2:3:4"], "--time is '1:2:3:4'"),
+        (["slurm", "--mail-type", "END,bogus"], "--mail-type is 'END,bogus'; Slurm takes words such as END,FAIL"),
+        (["slurm", "--nodes", "banana"], "--nodes"),
+        (["array", "--array", "0..3"], "--array is '0..3'; Slurm takes 0-3"),
+        (["array", "--array", "0-1,3-2"], "--array is 0-1,3-2"),
         (["slurm", "--", "python"], "must begin with a training script"),
         (["slurm", "--", "-m", "train"], "must begin with a training script"),
     ],
@@ -323,6 +329,20 @@ def test_a_batch_script_that_cannot_be(words, said, capsys):
     assert main(["script", *words]) == 2
     shown = capsys.readouterr()
     assert said in shown.err and not shown.out
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("--time", ["30", "12:00", "1-0", "1-0:30", "1-00:00:00", "UNLIMITED", "infinite", "-1"]),
+        ("--mail-type", ["end", "TIME_LIMIT_80,FAIL"]),
+        ("--array", ["0-3", "1,4,8-9", "0-15:4%2"]),
+    ],
+)
+def test_a_batch_script_has_what_slurm_takes(option, values, capsys):
+    for value in values:
+        assert main(["script", "array", f"{option}={value}"]) == 0
+        assert f"#SBATCH {option}={value}\n" in capsys.readouterr().out
 
 
 def test_each_rank_has_a_file_of_its_output(tmp_path):

@@ -565,6 +565,24 @@ class TestAudits:
         write_lines(run / "starts.jsonl", {}, {})
         assert "audit:" not in shown("top", "--once", run)
 
+    @pytest.mark.parametrize(
+        ("content", "said", "found"),
+        [
+            ("{}\n{}\n{{}}\n", "", 2),
+            ("{}\n\x00\n{}\n{{\n", "line 2 on: of 4 lines 2 can be read", 2),
+            ("{}\n{}", "line 2 on: of 2 lines 1 can be read", 1),
+            ("\x00", "line 1 on: of 1 lines 0 can be read", 0),
+        ],
+    )
+    def test_a_damaged_file_is_not_one_without_findings(self, content, said, found, run, shown):
+        (run / "audits.jsonl").write_text(content.format(*map(json.dumps, self.LINES)))
+        for command in (["info"], ["top", "--once"]):
+            text = shown(*command, run)
+            assert all(each in text for each in self.TEXTS[:found]) and "nothing" not in text
+            assert re.findall("is damaged from (.*)", text) == [said] * bool(said)
+            data = json.loads(shown(*command, "--json", run))
+            assert data["audit_damage"].endswith(said) and len(data["audit_findings"]) == found
+
 
 class TestWrongPlaces:
     @pytest.mark.parametrize("command", ["plot", "top", "why", "trace", "info"])

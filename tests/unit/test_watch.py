@@ -96,6 +96,17 @@ def test_receivers_and_peers(form: str) -> None:
     assert (found["op"], found["on"], found["source"], found["tag"]) == ("Recv", *expected[form])
 
 
+@pytest.mark.parametrize("source", [0, MPI.ANY_SOURCE])
+def test_messages_of_other_tags_are_seen_where_one_is_received(source: int) -> None:
+    def wait(solver):
+        started = solver.comm.Isend(bytearray(8), dest=0, tag=3)
+        solver.comm.Recv(bytearray(8), source, 7)
+        solver.comm.Recv(bytearray(8), 0, 3)
+        started.Wait()
+
+    assert seen(wait)["unreceived"] == [[0, 3]]
+
+
 def test_a_file_is_not_asked_for_its_ranks(tmp_path: Path) -> None:
     """Its lock is held by the call that is looked at."""
     file = MPI.File.Open(MPI.COMM_SELF, str(tmp_path / "x"), MPI.MODE_CREATE | MPI.MODE_WRONLY)
@@ -185,6 +196,16 @@ CASES = {
         [("ended", (3,)), ("ended", (2,))],
     ),
     "computes": ([says(0, "runs"), *(waits(r, "Reduce", root=0) for r in (1, 2, 3))], {}, [("computes", (0,))]),
+    # The thread of rank 2 has not looked twice since it came.
+    "late": (
+        [
+            *(waits(r, "Barrier") for r in (0, 1)),
+            waits(2, "Barrier", seconds=0.0) | {"state": "runs"},
+            waits(3, "Barrier", seconds=0.5),
+        ],
+        {},
+        [("late", (2,)), ("late", (3,))],
+    ),
     # Rank 1 has left the Reduce, to which rank 3 has not come.
     "left": (
         [waits(0, "Reduce", root=0), waits(1, "Barrier"), waits(2, "Barrier"), says(3, "runs")],
@@ -212,6 +233,23 @@ CASES = {
         ],
         {},
         [("tag", (0, 1))],
+    ),
+    # Of rank 1 a message has come, rank 2 waits for its receiver, and rank 3 for an answer.
+    "tags of any": (
+        [
+            waits(0, "recv", source="any", tag=5, unreceived=[[1, 3], [2, 4]]),
+            says(1, "ended", code=0),
+            waits(2, "Ssend", dest=0, tag=4),
+            waits(3, "recv", source=0, tag=6),
+        ],
+        {},
+        [("tag", (0, 1, 2)), ("receive", (1,))],
+    ),
+    # The right one may still come.
+    "tags for later": (
+        [waits(0, "recv", source="any", tag=5, unreceived=[[1, 3]]), *(says(r, "runs") for r in (1, 2, 3))],
+        {},
+        [("computes", (1,)), ("computes", (2,)), ("computes", (3,))],
     ),
     "send": ([waits(0, "Send", dest=1, tag=0), *(says(r, "ended", code=0) for r in (1, 2, 3))], {}, [("send", (1,))]),
     "receive": (
@@ -296,6 +334,14 @@ def test_roots_are_named_where_ranks_have_left_the_call() -> None:
     assert "with root 0" in text and "with root 2" in text and text.endswith("and give the same root")
 
 
+def test_the_tags_of_a_receive_and_of_what_was_sent_are_named() -> None:
+    text = diagnose(CASES["tags of any"][0], {}, 4)[0].text
+    assert text == (
+        "name other tags: rank 0 in recv of comm with tag 5 at train.py:1, "
+        "rank 2 in Ssend of comm with tag 4 at train.py:1, rank 1 sent tag 3"
+    )
+
+
 def test_alike_ranks_are_in_one_line() -> None:
     answers = [waits(rank, "Barrier", ranks=40) for rank in range(40) if rank != 7] + [
         says(7, "runs", line=5, ranks=40)
@@ -341,6 +387,7 @@ def test_answers_of_other_jobs_and_damaged_ones_do_not_count(folder: Path) -> No
     write(folder, waits(1, "Barrier", ranks=3) | {"host": "other"})
     write(folder, waits(2, "Barrier", ranks=3)).write_text('{"rank": 2')
     write(folder, waits(2, "Barrier", ranks=3, members=["x"]) | {"process": 7})
+    write(folder, waits(2, "recv", ranks=3, unreceived=[[1]]) | {"process": 8})
     asked = read_folder(folder)
     assert [answer["rank"] for answer in asked.answers] == [1] and asked.absent.keys() == {0, 2} and asked.ranks == 3
 
@@ -510,6 +557,12 @@ def test_a_module_runs_as_it_does_alone(tmp_path: Path) -> None:
     done = watched(program, tmp_path, "-m")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{[str(tmp_path / 'program.py'), '--flag', 'x']} __main__ program\n"
+
+
+def test_a_message_that_is_not_received_is_named(tmp_path: Path) -> None:
+    program = "from mpi4py import MPI\nrequest = MPI.COMM_WORLD.Isend(bytearray(8), dest=0, tag=3)\n"
+    done = watched(program, tmp_path)
+    assert "mpishard: rank 0 ends without receiving what rank 0 has sent with tag 3\n" in done.stderr
 
 
 def test_a_failure_is_noted(tmp_path: Path) -> None:
