@@ -48,6 +48,7 @@ _REASONS = {
     "iterations": "maxiter was reached",
     "evaluations": "maxfun was reached",
     "line search": "its line search found no lower loss",
+    "wall": "its steps ended where the loss or the gradient was not finite",
     "unbounded": "the loss fell without limit",
     "range": "the square of the gradient was out of range",
     "not finite": "the loss or the gradient was not finite",

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from mpishard import OptimizationResult
+
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "packaging/README.md", "tests/README.md", "slurm/README.md"]
 PAGES += sorted(str(each.relative_to(ROOT)) for each in (ROOT / "docs").rglob("*.md") if "_build" not in each.parts)
@@ -28,11 +30,16 @@ HOP = re.compile(r"^(?:\d+\.|-) `(mpishard/[\w/]+\.py)`((?:,\s+`[\w.]+`)+):", re
 CLASS_OR_MEMBER = re.compile(r"`([A-Z]\w*(?:\.\w+)?)`")
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)  # in which no link is one
+CHECKPOINTS = "docs/reference/checkpoint-format.md"
+FACT = re.compile(r'"(?!config)(\w+)\.json"')  # of a checkpoint; config.json is of published weights
+EXIT_CODES = "docs/reference/exit-codes.md"
 VARIABLES = "docs/reference/environment-variables.md"
 # A row of its table: the variables in the first column, and the files that read them in the last.
 VARIABLE_ROW = re.compile(r"^\| (`[A-Z].*?) \|.*\| (`[\w/]+\.py`[^|]*) \|$", re.MULTILINE)
 OWN_VARIABLE = re.compile(r"""["'](MPISHARD_[A-Z_]+)["']""")
-NAME_IN_FILE = re.compile(r"`(\w+)`\s+in\s+`(mpishard/[\w/]+\.py)`")
+BATCH_VARIABLE = re.compile(r"\$\{((?!SLURM_)[A-Z_]+):?-")
+# "`function` in `file`", and of several "`a`, `b` and `c` in `file`".
+NAMES_IN_FILE = re.compile(r"((?:`[\w.]+`(?:,| and)?\s+)+)in\s+`(mpishard/[\w/]+\.py)`")
 
 
 @functools.cache
@@ -89,6 +96,16 @@ def wrong_variables(text: str) -> Iterator[str]:
         yield from (f"{name} in {paths}" for name in NAME.findall(names) if name not in code)
     for path in sorted(PACKAGE.rglob("*.py")):
         yield from (name for name in OWN_VARIABLE.findall(path.read_text("utf-8")) if f"`{name}`" not in text)
+    scripts = "".join(path.read_text("utf-8") for path in (ROOT / "slurm").glob("*.sbatch"))
+    yield from sorted(name for name in {*BATCH_VARIABLE.findall(scripts)} if f"`{name}`" not in text)
+
+
+def unnamed_facts(text: str) -> Iterator[str]:
+    """Facts of checkpoints that a page leaves out."""
+    packages = ("data_parallel", "inverse", "nn", "torch", "training")
+    paths = [path for package in packages for path in (PACKAGE / package).glob("*.py")]
+    names = {name for path in paths for name in FACT.findall(path.read_text("utf-8"))}
+    yield from sorted(name for name in names if f"`{name}`" not in text)
 
 
 def absent(page: str, text: str) -> Iterator[str]:
@@ -96,8 +113,15 @@ def absent(page: str, text: str) -> Iterator[str]:
     yield from (path for path in FILE.findall(text) if not (ROOT / path).exists())
     yield from (name for name in MODULE.findall(text) if not has_module(name))
     yield from broken_links(page, text)
+    for names, path in NAMES_IN_FILE.findall(text):
+        yield from (f"{name} in {path}" for name in NAME.findall(names) if name not in defined_in(ROOT / path))
     if page == VARIABLES:
         yield from wrong_variables(text)
+    if page == CHECKPOINTS:
+        yield from unnamed_facts(text)
+    if page == EXIT_CODES:
+        reasons = set(re.findall(r'``"([a-z ]+)"``', OptimizationResult.__doc__ or ""))
+        yield from sorted(reasons ^ set(re.findall(r'`"([a-z ]+)"`', text)))
     if page == MAP:
         at = (ROOT, PACKAGE)
         yield from (path for path in FILE_ALONE.findall(text) if not any((root / path).exists() for root in at))
@@ -111,7 +135,6 @@ def absent(page: str, text: str) -> Iterator[str]:
         yield from (path for path in FILE_ALONE.findall(text) if not any((ROOT / "tests").rglob(Path(path).name)))
     if page in WALKS:
         named = [(path, name) for path, names in HOP.findall(text) for name in NAME.findall(names)]
-        named += [(path, name) for name, path in NAME_IN_FILE.findall(text)]
         yield from (f"{name} in {path}" for path, name in named if name not in defined_in(ROOT / path))
         anywhere = frozenset().union(*(defined_in(path) for path in PACKAGE.rglob("*.py")))
         yield from (name for name in CLASS_OR_MEMBER.findall(text) if name not in anywhere)
@@ -154,7 +177,7 @@ MESH, NO, VERSION = "mpishard/comm/mesh.py", "mpishard/comm/no.py", "mpishard/ve
         (WALKS[0], f"1. `{MESH}`, `Mesh.rebind`, `nothing`: `latest`", f"nothing in {MESH}"),
         (WALKS[0], f"1. `{MESH}`,\n   `Axis.nothing`: x", f"Axis.nothing in {MESH}, Axis.nothing"),
         (WALKS[0], f"1. `{NO}`, `f`: x", f"{NO}, f in {NO}"),
-        (WALKS[0], f"`Mesh.nothing`, `f` in `{VERSION}`", f"f in {VERSION}, Mesh.nothing"),
+        (WALKS[0], f"`Mesh.nothing`, `f` in `{VERSION}`", f"Mesh.nothing in {VERSION}, f in {VERSION}, Mesh.nothing"),
     ],
 )
 def test_what_is_not_there_is_found(page: str, text: str, wrong: str) -> None:
@@ -166,9 +189,12 @@ def test_what_is_not_there_is_found(page: str, text: str, wrong: str) -> None:
     [
         ("tests/README.md", "`standin.py`", "`nowhere.py`", "a line with standin.py, nowhere.py"),
         (VARIABLES, "`MPISHARD_TRACEBACK`", "`MPISHARD_BUG`", "MPISHARD_BUG in `launch/script.py`, MPISHARD_TRACEBACK"),
+        (VARIABLES, "`LOG_DIR`", "`LOGS`", "LOG_DIR"),
+        (CHECKPOINTS, "`local_sgd`", "`nothing`", "local_sgd"),
+        (EXIT_CODES, '`"wall"`', '`"fence"`', "fence, wall"),
         (MAP, "| `comm/` |", "`nowhere.py`\n| `talk/` |", "nowhere.py, a line with comm/, talk/"),
     ],
-    ids=["a helper", "a variable", "a package"],
+    ids=["a helper", "a variable", "of a batch script", "a fact", "a reason", "a package"],
 )
 def test_a_table_without_one_is_found(page: str, old: str, new: str, wrong: str) -> None:
     assert ", ".join(absent(page, (ROOT / page).read_text("utf-8").replace(old, new))) == wrong

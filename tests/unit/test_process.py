@@ -360,3 +360,5 @@ def test_the_record_of_a_run_has_them(mesh, tmp_path):
     (line,) = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
     assert line["arithmetic"] == {**arithmetic(), **optimizer.settings.arithmetic.own}
     assert line["arithmetic"]["micro_batch_size"] == "2"
+    page = (Path(__file__).parents[2] / "docs/reference/record-folder.md").read_text("utf-8")
+    assert [name for name in line if f"`{name}`" not in page] == []
