@@ -35,6 +35,7 @@ TENSOR, PIPELINE, DATA = {"tensor": 2}, {"pipeline": 2}, {"data": 2}
 KINDS = {
     "tensor": ("mpishard.torch, tensor=2", TENSOR),
     "pipeline": (f"mpishard.torch, pipeline=2, 1F1B, {MICROBATCHES} micro-batches", PIPELINE),
+    "zb-h1": (f"mpishard.torch, pipeline=2, ZB-H1, {MICROBATCHES} micro-batches", PIPELINE),
     "data": ("mpishard.torch, data=2", DATA),
     "own-tensor": ("mpishard.nn.Llama, tensor=2", TENSOR),
     "own-pipeline": (f"mpishard.nn.Llama, pipeline=2, 1F1B, {MICROBATCHES} micro-batches", PIPELINE),
@@ -49,6 +50,7 @@ PAIRS = [
     ("pipeline", "data"),
     ("tensor", "own-tensor"),
     ("pipeline", "own-pipeline"),
+    ("zb-h1", "pipeline"),
     ("data", "own-data"),
 ]
 
@@ -102,8 +104,9 @@ def make_side(kind: str, base: Any) -> Side:
     if kind.startswith("own-"):
         return side_of_own_llama(kind, mesh, rule)
     module = make_llama()
-    microbatches = {"microbatches": MICROBATCHES} if kind == "pipeline" else {}
-    optimizer = mpishard.torch.as_distributed(module, mesh, rule, **microbatches)
+    schedules = {"pipeline": "1f1b", "zb-h1": "zb-h1"}
+    options = {"schedule": schedules[kind], "microbatches": MICROBATCHES} if kind in schedules else {}
+    optimizer = mpishard.torch.as_distributed(module, mesh, rule, **options)
 
     def step(tokens: Any, targets: Any) -> float:
         optimizer.zero_grad()

@@ -201,7 +201,8 @@ class Watcher(Sampler):
         if self._limit is not None:  # before anything that a full disk refuses
             if self._end.exists():
                 self._end_job()
-            elif self.waited() > (1 + _LATE) * self._limit + _LATE_S and self.waits():
+                return  # a stopped rank, which a launcher continues to end it, has not answered
+            if self.waited() > (1 + _LATE) * self._limit + _LATE_S and self.waits():
                 self._end_without_guard(self._limit)
         if self._notes is not None and running_mpi() is not None:
             self._notes.note_started()

@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard.cli import main
+from mpishard.io.files import write_note
 from mpishard.launch.detection import MPICH, OPEN_MPI, SLURM, Launch, name_of_job
 from mpishard.watch import __main__ as command
 from mpishard.watch import calls, outside
@@ -25,6 +26,7 @@ from mpishard.watch.__main__ import main as watch
 from mpishard.watch.calls import call_in, call_on_line
 from mpishard.watch.diagnosis import diagnose, report, shortest_cycle
 from mpishard.watch.folder import FOLDER, START, ask, begin, frames_of, jobs, read_folder
+from mpishard.watch.sampler import END, PROCESSES, REQUEST, Watcher
 
 # -- which call a frame is in ------------------------------------------------------------------------------------------
 
@@ -640,6 +642,23 @@ def test_wrong_usage(words: tuple[str, ...], monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         watch()
     assert "error: " in capsys.readouterr().err
+
+
+def test_a_rank_does_not_answer_after_the_report(tmp_path: Path, monkeypatch) -> None:
+    """As one that was stopped, and that the launcher continues when the job ends."""
+    ended = []
+    monkeypatch.setattr(Watcher, "_end_job", lambda self: ended.append(self.path.exists()))
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", faulthandler.dump_traceback_later)  # restored at the end
+    (tmp_path / PROCESSES).mkdir()
+    watcher = Watcher(tmp_path, Launch("MPICH", "", 1, 2), None, limit=60.0)
+    watcher.watch()
+    watcher.end()
+    watcher.path.unlink()
+    write_note(tmp_path / END, {"asked": 0.0})
+    write_note(tmp_path / REQUEST, None)
+    watcher.look()
+    faulthandler.cancel_dump_traceback_later()
+    assert ended == [False] and not watcher.path.exists()
 
 
 def test_a_rank_without_a_place_ends_the_job(tmp_path: Path, monkeypatch, capsys) -> None:
