@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import linecache
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -135,13 +136,14 @@ def _collect(folder: Path, since: float) -> Asked:
     start = read_note(folder / START)
     if not _has(start, {"time": int | float, "ranks": int}):
         raise ValueError(f"{folder / START} is missing or damaged; give the folder that the job named when it began")
+    ended = time_of(folder / END) or math.inf
     latest: dict[int, tuple[dict[str, Any], float]] = {}
     for answer, written in read_answers((folder / PROCESSES).glob(f"*{WHERE}")):
         if answer["began"] < start["time"] - _SKEW_S:
             continue
         if answer["state"] in (RUNS, WAITS):
             with contextlib.suppress(FileNotFoundError):
-                if (frozen := _frozen(answer, folder / PROCESSES, since)) is not None:
+                if (frozen := _frozen(answer, folder / PROCESSES, since, ended)) is not None:
                     answer, written = frozen, max(written, since)
         known = latest.get(answer["rank"])
         if known is None or known[0]["began"] < answer["began"]:
@@ -186,14 +188,15 @@ def _gone(answer: Mapping[str, Any]) -> str:
     return f"process {answer['process']} on {answer['host']} {state}" if state else ""
 
 
-def _frozen(answer: Mapping[str, Any], folder: Path, since: float) -> dict[str, Any] | None:
-    """The answer of a rank that has only written its stack; None if it has written none.
+def _frozen(answer: Mapping[str, Any], folder: Path, since: float, ended: float) -> dict[str, Any] | None:
+    """The answer of a rank that has only written its stack; None if it has written none before the job `ended`.
 
-    Its time is now; of a rank that is gone it is `since`, when all were asked, or when it wrote, if that was later.
+    Its time is now; of a rank that is gone it is `since`, when all were asked, or when it wrote, if that was later.  A
+    stopped rank, which a launcher continues to end it, writes its stack then.
     """
     path = folder / f"{answer['host']}-{answer['process']}{STACK}"
     text, written = read(path, links=False).decode(errors="replace"), time_of(path)
-    if not text:
+    if not text or written > ended:
         return None
     at = max(since, written) if _gone(answer) else time.time()
     match = _AFTER.match(text)

@@ -417,6 +417,12 @@ def test_a_rank_that_keeps_the_lock_has_written_its_stack(folder: Path) -> None:
     answer, *_ = read_folder(folder).answers
     assert answer["state"] == "waits" and answer["call"]["op"] == "allreduce" and answer["seconds"] >= 5
     assert answer["stack"][0]["text"] == "comm.allreduce(1)"
+    now = time.time()
+    write(folder, waits(1, "Barrier", ranks=3) | {"host": "other"}, age=20)
+    write_note(folder / END, {"asked": now - 25})
+    os.utime(path, (now - 28, now - 28))
+    os.utime(folder / END, (now - 10, now - 10))  # a stopped rank writes its stack when the launcher continues it
+    assert read_folder(folder).absent.keys() == {0, 2}
 
 
 def test_frames_of_a_real_dump() -> None:
