@@ -20,8 +20,9 @@ class MeshLimits:
         self._batch_size = problem.batch_size
         self._is_model = isinstance(start, FlatParameters)
         self._tensor = config.mesh.tensor.size
-        self._same_bits = config.reproducible and not config.allow_different_bits
-        self._keeps_tensor = self._same_bits and isinstance(start, FlatParameters) and start.sums_by_mpi
+        self._reproducible = config.reproducible
+        same_bits = config.reproducible and not config.allow_different_bits
+        self._keeps_tensor = same_bits and isinstance(start, FlatParameters) and start.sums_by_mpi
         architecture = problem.facts.get(MODEL)
         self._architecture = None if architecture is None else architecture_of(architecture)
         self._optimizer = optimizer
@@ -40,10 +41,10 @@ class MeshLimits:
                 self._architecture.check(sizes.tensor, sizes.pipeline)
             if carried is not None:
                 carried.check_split(sizes.tensor, sizes.pipeline)
-                if self._same_bits and sizes.pipeline > 1:
+                if self._reproducible and sizes.pipeline > 1:
                     return (
                         "with reproducible=True a PyTorch module has no pipeline ranks, which sum its micro-batches as "
-                        "they come: leave it out, or give ShardingConfiguration(..., allow_different_bits=True)"
+                        "they come: give ElasticOptimizer an optimizer whose configuration leaves it out"
                     )
         except ValueError as error:
             return str(error)

@@ -214,7 +214,7 @@ class PipelinedPasses(ModulePasses):
         check_not_summoned(self._staged, "a pass of the stages", would="compute the whole module")
         mesh, found, gradients = self._staged.mesh, [], self._pipeline.parameters.gradients
         self._errors.forget()
-        most = 1 if gradients.reproducible else self.settings.microbatches  # a term of a sum in order is not cut
+        most = self.settings.microbatches
         if gradients.on_demand:  # zero=2 sums one by one: all data ranks have equally many
             samples = min((len(each) for each in tensors_in(batch) if each.dim()), default=most)
             fewest = np.array([max(1, min(most, samples))])

@@ -159,7 +159,6 @@ def problem(
     state.parameters.sums_by_mpi |= mesh is not None  # also where another mesh of the run cuts the module first
     passes = None
     if state.stages is not None:
-        state.parameters.layout_dependence = "pipeline stages of PyTorch, which sum micro-batches as they come"
         passes = PipelinedPasses(order, state.stages, state.parameters, tensors.device, takes_numbers=True)
         if state.stages.mesh.rank == 0:
             order.warn(ranks)
@@ -259,6 +258,12 @@ class LossAndGradient:
         if self._state.units is not None:
             self._state.units.end_step()
         self._state.check_intact()
+        if self._state.stages is not None and parameters.gradients.reproducible:
+            raise ValueError(
+                f"reproducible=True with pipeline={self._state.stages.mesh.pipeline.size}: micro-batches of PyTorch "
+                "are not kept apart; leave it out of the configuration of the optimizer, or make the mesh with "
+                "pipeline=1"
+            )
         arrays.ready(parameters.held)  # PyTorch may continue in another stream of a GPU
         self._state.round_masters()
 
