@@ -24,7 +24,7 @@ from mpishard.nn.tensor_parallel import AdjointPair, Copy, GatherColumns, Reduce
 from mpishard.torch.divided_logits import LossOfLabels, cross_entropy_of_parts
 from mpishard.torch.experts import dealt_of_all
 from mpishard.torch.memory import as_array
-from mpishard.torch.plan_checks import PassRecord, copied, is_plain
+from mpishard.torch.plan_checks import PassRecord, check_numbers, copied, is_plain
 from mpishard.torch.plans import LayerCut, dropout_rate, planned, terms_of
 from mpishard.torch.tensor_ops import moved
 from mpishard.torch.tensor_parallel_module import TensorParallelModule, TensorPart
@@ -269,6 +269,8 @@ class CutModule(TensorParallelModule):
     def cross_entropy(self, layer: _Layer, logits: Any, targets: Any, ignore_index: int, reduction: str) -> Any:
         """The loss of the outputs of a layer, whole ones or this rank's part."""
         columns = layer.cut.offsets[-1]
+        if not self._is_local:
+            check_numbers("targets", targets[targets != ignore_index], columns)
         if self._is_local and logits.shape[-1] < columns:
             logits = self._moved(logits, GatherColumns(self._axis, columns))
         if logits.shape[-1] == columns:

@@ -340,7 +340,9 @@ def cross_entropy(logits: Any, targets: Any, layer: Any, *, ignore_index: int = 
     Raises
     ------
     TypeError, ValueError
-        If `layer` is no `Linear` with these outputs, or a target is no output.
+        If `layer` is no `Linear` with these outputs.
+    IndexError
+        If a target is no output, as of PyTorch's own.
     """
     if not isinstance(layer, torch.nn.Linear):
         raise TypeError(f"layer must be the Linear whose outputs the logits are, got {kind_of(layer)}")

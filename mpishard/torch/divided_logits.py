@@ -23,7 +23,10 @@ from mpishard.nn.units import cross_entropy
 from mpishard.nn.workspace import Workspace
 from mpishard.torch.adapters import model_within
 from mpishard.torch.memory import as_array, finish_stream
+from mpishard.torch.plan_checks import check_numbers
 from mpishard.torch.plans import LayerCut
+
+IGNORED = -100  # the label of a token without a loss, in transformers
 
 
 def cross_entropy_of_parts(
@@ -97,9 +100,17 @@ class LossOfLabels:
         return self.is_due and cut is self._head
 
     def begin(self, kwargs: Mapping[str, Any]) -> None:
-        """Find out whether a pass with these arguments has the loss of parts. Not collective."""
+        """Find out whether a pass with these arguments has the loss of parts. Not collective.
+
+        Raises IndexError for labels out of range.
+        """
         self.is_due = False
-        if self._head is None or kwargs.get("labels") is None or not self._model.training:
+        if self._head is None or kwargs.get("labels") is None:
+            return
+        targets = kwargs.get("shift_labels")
+        targets = kwargs["labels"][..., 1:] if targets is None else targets
+        check_numbers("labels", targets[targets != kwargs.get("ignore_index", IGNORED)], self._head.offsets[-1])
+        if not self._model.training:
             return
         if kwargs.get("return_dict") is False or not self._model.config.return_dict:
             return  # a tuple, in which logits have no name
@@ -116,7 +127,7 @@ class LossOfLabels:
         labels: Any,
         vocab_size: int,
         num_items_in_batch: Any = None,
-        ignore_index: int = -100,
+        ignore_index: int = IGNORED,
         shift_labels: Any = None,
         **others: Any,
     ) -> Any:

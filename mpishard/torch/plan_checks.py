@@ -45,6 +45,15 @@ def copied(given: Any) -> Any:
     return type(given)(map(copied, given)) if isinstance(given, list | tuple) else given
 
 
+def check_numbers(name: str, numbers: Any, count: int) -> None:
+    """Raise IndexError unless all are from 0 to below `count`: the rank alone that has a wrong one would fail later."""
+    if numbers.numel() and not (0 <= int(numbers.min()) and int(numbers.max()) < count):
+        raise IndexError(
+            f"{name} has numbers from {int(numbers.min())} to {int(numbers.max())}, and the model has {count}, "
+            "counted from 0"
+        )
+
+
 @dataclass(frozen=True)
 class _Sample:
     shape: tuple[int, ...]

@@ -23,7 +23,8 @@ from mpishard.comm.mesh import Mesh
 from mpishard.layout.boxes import run_lengths, split
 from mpishard.nn.tensor_parallel import BACKWARD, FORWARD, Reduce
 from mpishard.torch.adapters import model_within, wrappers_of
-from mpishard.torch.plan_checks import PassRecord, copied
+from mpishard.torch.divided_logits import IGNORED
+from mpishard.torch.plan_checks import PassRecord, check_numbers, copied
 from mpishard.torch.tensor_ops import all_to_all, moved
 from mpishard.torch.tensor_parallel_module import TensorParallelModule
 from mpishard.torch.units import tensors_in, uncompiled
@@ -31,7 +32,6 @@ from mpishard.torch.units import tensors_in, uncompiled
 PLAN = "sequence"
 _ATTENTION = "mpishard_sequence"  # its name in transformers
 _BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels", "shift_labels")
-_IGNORED = -100  # the label of a token without a loss, in transformers
 _CHECKED = 8  # tokens a rank in the pass that is compared with one of the whole module
 # What attentions of some models add to their scores.
 _NOT_TAKEN = ("softcap", "s_aux", "position_bias")
@@ -288,7 +288,7 @@ class SequenceModule(TensorParallelModule):
         self._sums_loss = given.get("labels") is not None
         if self._sums_loss:
             targets = given.get("shift_labels")
-            ignored = given.get("ignore_index", _IGNORED)
+            ignored = given.get("ignore_index", IGNORED)
             if targets is None:
                 targets = torch.nn.functional.pad(given["labels"], (0, 1), value=ignored)[:, 1:]
             check_numbers("labels", targets[targets != ignored], self._module.config.get_text_config().vocab_size)
@@ -359,15 +359,6 @@ def _why_not(module: Any) -> str:
     if list(takes.values())[-1].kind is not inspect.Parameter.VAR_KEYWORD or not module._can_set_attn_implementation():
         return "does not give its attentions keyword arguments"
     return ""
-
-
-def check_numbers(name: str, numbers: Any, count: int) -> None:
-    """Raise IndexError unless all are from 0 to below `count`: the rank alone that has a wrong one would fail later."""
-    if numbers.numel() and not (0 <= int(numbers.min()) and int(numbers.max()) < count):
-        raise IndexError(
-            f"{name} has numbers from {int(numbers.min())} to {int(numbers.max())}, and the model has {count}, "
-            "counted from 0"
-        )
 
 
 def tokens_of(given: Mapping[str, Any]) -> int:

@@ -123,7 +123,8 @@ def _names(stages: Any, named: Mapping[str, Any]) -> list[str]:
         raise TypeError(f"stages must be a list of names of submodules, or a plan, got {kind_of(stages)}; {_HOW}")
     for path in stages:
         if path not in named or not path:
-            raise ValueError(f"stages names {path!r}, and the module has {listed(filter(None, named))}; {_HOW}")
+            near = [each for each in named if each.endswith(f".{path}")] or filter(None, named)
+            raise ValueError(f"stages names {path!r}, and the module has {listed(near)}; {_HOW}")
     if len(set(stages)) < len(stages):
         raise ValueError(f"stages names a layer twice: {', '.join(stages)}")
     return list(stages)

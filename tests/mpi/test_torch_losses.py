@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import variants
@@ -94,8 +96,12 @@ def test_labels_of_a_model_of_transformers_leave_the_logits_in_parts(tensor_mesh
     optimizer = mpishard.torch.as_distributed(module, tensor_mesh, rule, plan=plan)
     words = words_of(0)
     labels = words.masked_fill(words % 3 == 0, -100)
+    wrong = labels.clone()
+    wrong[-1, -1] = WORDS
     ways = {}, {"num_items_in_batch": torch.tensor(17)}, {"shift_labels": labels.flip(1)}
-    module(words, labels=labels)  # the first pass is compared
+    for given in (wrong, labels, wrong):  # the first pass is compared
+        with pytest.raises(IndexError, match=str(WORDS)) if given is wrong else nullcontext():
+            module(words, labels=given)
     tensor_mesh.ledger.clear()
     pairs = [[each(words, labels=labels, **given) for each in (module, whole)] for given in ways]
     gathered = {name: found for name, found in tensor_mesh.ledger.summary().items() if "all_gather activations" in name}
