@@ -127,7 +127,11 @@ def check_layout(parameters: FlatParameters, mesh: Mesh, sharding: Sharding) -> 
 
 def check_layout_dependence(parameters: FlatParameters, config: ShardingConfiguration) -> None:
     """Raise ValueError if the bits of a model depend on the layout, but the configuration promises that they do not."""
-    if config.reproducible and not config.allow_different_bits and parameters.layout_dependence:
+    if not config.reproducible:
+        return
+    if parameters.carried is not None:
+        parameters.carried.check_reproducible(config.mesh.pipeline.size)
+    if not config.allow_different_bits and parameters.layout_dependence:
         raise ValueError(
             f"reproducible=True gives the same bits on any layout, but this model has {parameters.layout_dependence}; "
             "leave that out, or allow_different_bits=True in the configuration"

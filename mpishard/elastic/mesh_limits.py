@@ -41,11 +41,8 @@ class MeshLimits:
                 self._architecture.check(sizes.tensor, sizes.pipeline)
             if carried is not None:
                 carried.check_split(sizes.tensor, sizes.pipeline)
-                if self._reproducible and sizes.pipeline > 1:
-                    return (
-                        "with reproducible=True a PyTorch module has no pipeline ranks, which sum its micro-batches as "
-                        "they come: give ElasticOptimizer an optimizer whose configuration leaves it out"
-                    )
+                if self._reproducible:
+                    carried.check_reproducible(sizes.pipeline)
         except ValueError as error:
             return str(error)
         if self._keeps_tensor and sizes.tensor != self._tensor:

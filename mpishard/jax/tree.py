@@ -286,6 +286,9 @@ class TreeState:
         if tensor * pipeline > 1:
             raise ValueError("a function of JAX cannot be split over tensor or pipeline ranks")
 
+    def check_reproducible(self, pipeline: int) -> None:
+        """Nothing: there are no pipeline ranks."""
+
     def check(self, facts: Mapping[str, Any]) -> None:
         """Nothing: there are no facts."""
 

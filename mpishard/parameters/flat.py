@@ -60,6 +60,10 @@ class CarriedState(Protocol):
         """Raise ValueError if the model cannot be made for a mesh of so many tensor and pipeline ranks."""
         ...
 
+    def check_reproducible(self, pipeline: int) -> None:
+        """Raise ValueError if the bits of a gradient would be others on so many pipeline ranks."""
+        ...
+
     def check(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless `restore` can read these facts of a saved state."""
         ...

@@ -254,11 +254,6 @@ def _check_stages(optimizer: ShardedOptimizer, zero: int) -> None:
             f"{type(optimizer).__name__} {with_pipeline}: workers that take steps by themselves have whole modules; "
             "use sync_every=1 and zero=0 to 2, or make the mesh with pipeline=1"
         )
-    if optimizer.config.reproducible:
-        raise ValueError(
-            f"reproducible=True {with_pipeline}: micro-batches of PyTorch are not kept apart; leave it out, or make "
-            "the mesh with pipeline=1"
-        )
 
 
 def _check_cuts(optimizer: ShardedOptimizer, cuts: TensorParallelModule) -> None:

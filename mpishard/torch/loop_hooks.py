@@ -47,8 +47,8 @@ class UnavailableGradient(torch.Tensor):
             return args[0]
         raise RuntimeError(
             "p.grad is not available: under zero=2 and 3, on tensor and pipeline ranks, with reproducible sums or a "
-            "loss scale gradients are reduced during backward().  To drop all, call optimizer.zero_grad(); to clip, call "
-            "optimizer.clip_grad_norm_(max_norm), or give ShardingConfiguration max_gradient_norm or "
+            "loss scale gradients are reduced during backward().  To drop all, call optimizer.zero_grad(); to clip, "
+            "call optimizer.clip_grad_norm_(max_norm), or give ShardingConfiguration max_gradient_norm or "
             "max_gradient_value; in the place of a GradScaler give it loss_scale='dynamic', and call "
             "optimizer.scale(loss).backward()"
         )

@@ -223,6 +223,13 @@ class ModuleState:
             assert isinstance(self.cuts, CutModule)  # a problem divides no sequences
             self.cuts.check_ranks(self.plan, tensor)
 
+    def check_reproducible(self, pipeline: int) -> None:
+        if pipeline > 1:
+            raise ValueError(
+                f"reproducible=True with pipeline={pipeline}: stages of a PyTorch module sum their micro-batches as "
+                "they come; leave it out of the configuration of the optimizer, or make the mesh with pipeline=1"
+            )
+
     def check(self, facts: Mapping[str, Any]) -> None:
         self.buffers.check(facts)
 

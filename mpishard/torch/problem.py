@@ -258,12 +258,6 @@ class LossAndGradient:
         if self._state.units is not None:
             self._state.units.end_step()
         self._state.check_intact()
-        if self._state.stages is not None and parameters.gradients.reproducible:
-            raise ValueError(
-                f"reproducible=True with pipeline={self._state.stages.mesh.pipeline.size}: micro-batches of PyTorch "
-                "are not kept apart; leave it out of the configuration of the optimizer, or make the mesh with "
-                "pipeline=1"
-            )
         arrays.ready(parameters.held)  # PyTorch may continue in another stream of a GPU
         self._state.round_masters()
 
