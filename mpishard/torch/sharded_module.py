@@ -210,7 +210,7 @@ class ShardedModule:
         inputs = [each for each in tensors_in((args, kwargs)) if each.requires_grad] if torch.is_grad_enabled() else []
         # The gradient of a leaf may be there before those of the unit's parameters are; the end of the pass is later.
         if inputs and not any(each.is_leaf for each in inputs):
-            torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self._close(call))
+            self._close_after(call, inputs)
 
     def _after(self, unit: Unit, module: Any, args: Any, output: Any) -> None:
         """Free a unit after its forward pass, and watch for the gradient of its output."""
@@ -253,6 +253,22 @@ class ShardedModule:
         self._gather(call)
         call.unit.opened.add(call)
         call.unit.waiting.add(call)
+
+    def _close_after(self, call: UnitCall, inputs: Sequence[Any]) -> None:
+        """Close a call when the gradients of its inputs are there.
+
+        PyTorch's `register_multi_grad_hook` would keep the graph in memory, by hooks that have its nodes.
+        """
+        tasks: list[int] = []  # the passes of autograd in which the gradients came
+        count = len(inputs)
+
+        def note(_: Any) -> None:
+            tasks.append(torch._C._current_graph_task_id())
+            if tasks.count(tasks[-1]) == count:
+                self._close(call)
+
+        for each in inputs:
+            each.register_hook(note)
 
     def _close(self, call: UnitCall) -> None:
         """End the backward pass of one use of a unit: free it after the last one, when its gradients are complete."""

@@ -19,6 +19,8 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_models import RULE, assert_same_parameters, convolutional, images, loss_of, samples_of, smooth  # noqa: E402
 
+from mpishard.torch.units import UnitCall  # noqa: E402
+
 # PyTorch modules whose parameters are divided over the ranks, unit by unit, beside the same module kept whole.
 
 WIDTH = 8
@@ -438,6 +440,21 @@ def test_uses_without_a_call_of_their_unit_say_so(mesh):
     gc.collect()
     with pytest.raises(RuntimeError, match="collected as garbage; .*close"):
         module(torch.ones(1, 3, 4))
+
+
+def test_a_graph_leaves_memory_with_its_loss(mesh):
+    """Not only when Python next looks for cycles, which found one unit at a time."""
+    module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=torch.nn.Linear)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            module(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        assert not [each for each in gc.get_objects() if isinstance(each, UnitCall)]
+    finally:
+        gc.enable()
 
 
 def test_what_the_backward_pass_begins_with_is_gathered_once(mesh):
