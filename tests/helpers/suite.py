@@ -2,9 +2,10 @@
 
     python tests/helpers/suite.py SECONDS [mpiexec -n N] python -m pytest [OPTIONS] tests/...
 
-Where ``MPISHARD_FLAKY`` names a file, as in ``.ci/run``, tests that fail run once more when the suite is over: by
-themselves, in a fresh launch.  So do those that a suite that was cut (by a hang, a crash, its time limit) has not
-finished.  What fails twice fails the suite.  What fails once and then passes adds a line to that file::
+Where ``MPISHARD_FLAKY`` names a file, as in ``.ci/run`` and ``tox -e full``, tests that fail run once more when the
+suite is over: by themselves, in a fresh launch.  So do those that a suite that was cut (by a hang, a crash, its time
+limit) has not finished.  What fails twice fails the suite.  What fails once and then passes is printed, and adds a line
+to that file::
 
     FLAKY: test, ranks, MPI, first message
 
@@ -130,8 +131,10 @@ def main(seconds: str, command: Sequence[str]) -> int:
         print(f"\n{len(bad)} failed: {', '.join(bad)}\nonce more:", *again, flush=True)
         code = run(seconds, again)
         if code == 0:
+            lines = [f"FLAKY: {name}, {where(command)}, {text}\n" for name, text in bad.items()]
+            print(*lines, sep="", end="", flush=True)
             with open(os.environ[FLAKY], "a", encoding="utf-8") as file:
-                file.writelines(f"FLAKY: {name}, {where(command)}, {text}\n" for name, text in bad.items())
+                file.writelines(lines)
         return code
 
 
