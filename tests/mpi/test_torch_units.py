@@ -452,7 +452,8 @@ def test_a_graph_leaves_memory_with_its_loss(mesh):
         for _ in range(2):
             module(torch.ones(2, 4)).sum().backward()
             optimizer.step()
-        assert not [each for each in gc.get_objects() if isinstance(each, UnitCall)]
+        calls = [each for each in gc.get_objects() if type(each) is UnitCall]
+        assert not [each for each in calls if each.unit.module in module]  # other tests have left some
     finally:
         gc.enable()
 
