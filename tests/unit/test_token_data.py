@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 import threading
 import time
 import zipfile
@@ -363,6 +364,28 @@ def test_an_error_is_raised_where_the_samples_are_asked_for():
         assert batch(MICRO[1])[0][0, 0] == 4
     assert batch(MICRO[2])[0][0, 0] == 8  # closed: read at once
     assert threading.current_thread().name in source.threads
+
+
+def test_an_exit_is_raised_where_the_samples_are_asked_for():
+    reads, codes = threading.Event(), []
+
+    def leave(samples):
+        reads.set()
+        sys.exit(3)
+
+    def ask():
+        try:
+            batch(MICRO[0])
+        except SystemExit as error:
+            codes.append(error.code)
+
+    with ReadAhead(leave) as batch:
+        batch.expect(MICRO[:1])
+        assert reads.wait(timeout=60)
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(timeout=60)
+    assert codes == [3]
 
 
 # Tokens of Megatron-LM, HDF5, Zarr and texts, documents as samples, and what is wrong with such files.
