@@ -270,10 +270,14 @@ class RecordFiles:
         self._add(AUDITS, line)
 
     def _add(self, name: str, line: Mapping[str, Any]) -> None:
+        if self.broken:
+            return
         writer = JsonLinesWriter(self.folder / name)
         writer.add(dict(line))
-        self.write(writer)
-        writer.close()
+        try:
+            writer.close()
+        except OSError as error:
+            self.give_up(error)
 
     def close(self) -> None:
         """Close the files; a line that is written later opens its file again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -415,6 +416,31 @@ def test_a_record_that_cannot_be_written_does_not_end_the_run(
     shown = capsys.readouterr().err
     assert shown.count("the record of the run ends here") == 1 and str(tmp_path / "run") in shown
     assert len(read_lines(tmp_path / "gone" / "metrics.jsonl")[0]) == 1
+
+
+def test_a_folder_that_fails_at_the_end_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = os.close
+
+    def full(descriptor: int) -> None:  # as a network file system may tell of it
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        close(descriptor)
+        if path.endswith("ends.jsonl"):
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with mpishard.Mesh() as mesh:
+        first, second = (mpishard.RunRecord(tmp_path / name, mesh) for name in ("first", "second"))
+        first.begin()
+        os.rename(tmp_path / "first", tmp_path / "gone")
+        (tmp_path / "first").touch()
+        first.end(1, "steps")
+        second.begin()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "close", full)
+            second.end(1, "steps")
+    shown = capsys.readouterr().err
+    assert shown.count("the record of the run ends here") == 2 and f"[Errno {errno.EDQUOT}]" in shown
 
 
 # Stragglers by what processes have noted.
