@@ -443,6 +443,17 @@ def test_a_folder_that_fails_at_the_end_does_not_end_the_run(
     assert shown.count("the record of the run ends here") == 2 and f"[Errno {errno.EDQUOT}]" in shown
 
 
+def test_events_that_cannot_be_written_do_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tensorboard")
+    with mpishard.Mesh() as mesh, mpishard.RunRecord(tmp_path, mesh, tensorboard=True, every=60) as record:
+        record.begin()
+        (tmp_path / "tensorboard").touch()
+        for step in (1, 2):
+            record.step(step, loss=1.0)
+    assert capsys.readouterr().err.count("the record of the run ends here") == 1
+    assert len(read_lines(tmp_path / "metrics.jsonl")[0]) == 2
+
+
 # Stragglers by what processes have noted.
 
 
