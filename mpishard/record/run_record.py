@@ -407,7 +407,7 @@ class RunRecord:
             self._trace.end_step(step, self._times.step_began)
             seconds = self._times.end_step(step)
             self._metrics.add(step, seconds, metrics)
-        if not self.every:
+        if not self.every or self._stack_reporter is None:  # without its thread nobody else takes the times
             self.flush()
 
     def log(self, step: int, **values: float) -> None:
@@ -497,7 +497,7 @@ class RunRecord:
         """Write all lines that wait.  Not collective."""
         with self._lock:
             line = self._times.take_line()
-            if line is not None and self._files.has_process:
+            if line is not None and self._files.has_process and not self._files.broken:
                 self._files.process.add(line)
             self._files.flush()
 

@@ -29,7 +29,7 @@ from mpishard.nn.products import make_matmul, shared_operand
 from mpishard.record import Run
 from mpishard.record.follower import Follower
 from mpishard.record.reading import JsonLinesWriter, Process, read_lines, stragglers
-from mpishard.record.record_files import plain, surroundings, without_secrets
+from mpishard.record.record_files import RecordFiles, plain, surroundings, without_secrets
 from mpishard.record.stacks import StackReporter
 from mpishard.record.summary import (
     TimeSplit,
@@ -452,6 +452,24 @@ def test_events_that_cannot_be_written_do_not_end_the_run(tmp_path: Path, capsys
             record.step(step, loss=1.0)
     assert capsys.readouterr().err.count("the record of the run ends here") == 1
     assert len(read_lines(tmp_path / "metrics.jsonl")[0]) == 2
+
+
+@pytest.mark.parametrize("what", ["broken", "broken at the start", "without a file"])
+def test_what_no_file_takes_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    with mpishard.Mesh() as mesh, mpishard.RunRecord(tmp_path, mesh, every=60) as record:
+        files = record._files
+        if what == "without a file":
+            monkeypatch.setattr(RecordFiles, "has_process", False)
+        if what == "broken at the start":
+            files.give_up(OSError(errno.ENOSPC, "full"))
+        record.begin()
+        if what == "broken":
+            files.give_up(OSError(errno.ENOSPC, "full"))
+        for step in (1, 2, 3):
+            record.step(step, loss=1.0)
+        if what == "broken":
+            record.flush()  # as its thread does
+        assert not record._times._durations and not files.process._waiting
 
 
 # Stragglers by what processes have noted.
