@@ -297,7 +297,8 @@ class RunRecord:
         every = number("every", every, least=0)
         if flag("tensorboard", tensorboard):
             require_tensorboard()
-        self.folder: Path = path("folder", folder)
+        self._given = path("folder", folder)
+        self.folder: Path = self._given.absolute()  # a script may change its directory
         self.mesh = mesh
         self.every = every
         self._files = RecordFiles(self.folder, mesh, tensorboard)
@@ -350,7 +351,7 @@ class RunRecord:
         with opening(self.mesh.world, "RunRecord.begin") as same:
             if not (facts is None or isinstance(facts, Mapping)):
                 raise TypeError(f"facts={shown(facts)} must be a mapping, such as a dict")
-            same |= {"stage": flag("stage", stage), "folder": str(self._files.folder)}
+            same |= {"stage": flag("stage", stage), "folder": str(self._given)}
         with raised_on_all(self.mesh.world):
             if self.mesh.rank == 0:
                 self._files.lead()

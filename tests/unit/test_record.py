@@ -454,6 +454,18 @@ def test_events_that_cannot_be_written_do_not_end_the_run(tmp_path: Path, capsys
     assert len(read_lines(tmp_path / "metrics.jsonl")[0]) == 2
 
 
+def test_a_script_that_changes_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    with mpishard.Mesh() as mesh, mpishard.RunRecord("run", mesh) as record:
+        record.begin()
+        monkeypatch.chdir("other")
+        record.step(1, loss=1.0)
+    run = Follower(tmp_path / "run")
+    run.update()
+    assert run.last_step == 1 and run.ended_in_order
+
+
 @pytest.mark.parametrize("what", ["broken", "broken at the start", "without a file"])
 def test_what_no_file_takes_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     with mpishard.Mesh() as mesh, mpishard.RunRecord(tmp_path, mesh, every=60) as record:
