@@ -115,7 +115,10 @@ class StepTimes:
 
 
 class TimedPhase(ContextDecorator):
-    """A block of a step; at its end its time, except in collectives, is added to that of its name in `phases`."""
+    """A block of a step; at its end its time is added to that of its name in `phases`.
+
+    The time in collectives and in blocks within it does not count.
+    """
 
     def __init__(self, ledger: Ledger, phases: dict[str, float], name: str) -> None:
         self._ledger = ledger
@@ -124,11 +127,13 @@ class TimedPhase(ContextDecorator):
 
     def __enter__(self) -> None:
         self._began, self._waited = time.perf_counter(), self._ledger.seconds
+        self._noted = sum(self._phases.values())
 
     def __exit__(self, *error: object) -> None:
         ledger, name, began = self._ledger, self._name, self._began
         ledger.note(name, "phase", began)
-        seconds = time.perf_counter() - began - (ledger.seconds - self._waited)
+        within = max(0.0, sum(self._phases.values()) - self._noted)
+        seconds = time.perf_counter() - began - (ledger.seconds - self._waited) - within
         self._phases[name] = self._phases.get(name, 0.0) + seconds
 
 
@@ -365,7 +370,9 @@ class RunRecord:
         self._begin_to_write()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Count the time inside a block, except in collectives, as a phase of the step.  Not collective.
+        """Count the time inside a block as a phase of the step, except in collectives and in phases within it.
+
+        Not collective.
 
         Parameters
         ----------

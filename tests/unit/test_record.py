@@ -202,6 +202,22 @@ def test_steps_to_trace_are_set_and_a_phase_is_a_function(tmp_path: Path) -> Non
     assert line["step"] == 3 and [span[0] for span in line["spans"]] == ["data", "step 3"]
 
 
+def test_a_phase_within_another_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with mpishard.Mesh() as mesh:
+        now = [0.0]
+        monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+        with mpishard.RunRecord(tmp_path, mesh, every=60) as record:
+            record.begin()
+            with record.phase("validation"):
+                now[0] += 1
+                with record.phase("data"):
+                    now[0] += 2
+            now[0] += 4
+            record.step(1, loss=1.0)
+    (process,) = Run.read(tmp_path).processes
+    assert process.lines[-1]["phases"] == {"computation": 4, "data": 2, "validation": 1}
+
+
 def test_a_loop_of_ones_own_notes_its_end(tmp_path: Path) -> None:
     with mpishard.Mesh() as mesh:
         for reason in ("", "stopped by its queue"):
