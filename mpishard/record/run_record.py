@@ -161,7 +161,7 @@ class StepTrace:
             return
         if step < steps[1]:
             ledger.spans = []
-        if spans is None or step < steps[0]:
+        if spans is None or not steps[0] <= step <= steps[1]:
             return
         spans.append(Span(f"step {step}", "step", began, time.perf_counter()))
         offset = time.time() - time.perf_counter()

@@ -202,6 +202,13 @@ def test_steps_to_trace_are_set_and_a_phase_is_a_function(tmp_path: Path) -> Non
     assert line["step"] == 3 and [span[0] for span in line["spans"]] == ["data", "step 3"]
 
 
+def test_a_run_that_resumes_after_the_steps_to_trace_traces_none(tmp_path: Path) -> None:
+    with mpishard.Mesh() as mesh, mpishard.RunRecord(tmp_path, mesh, trace=(1, 2)) as record:
+        record.begin()
+        record.step(3, loss=1.0)
+    assert not list((tmp_path / "processes").glob("*.trace.jsonl"))
+
+
 def test_a_phase_within_another_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with mpishard.Mesh() as mesh:
         now = [0.0]
