@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 import sys
@@ -46,6 +47,12 @@ def test_windows_are_those_of_the_stream(tmp_path, dtype, header):
         assert np.array_equal(inputs[row], stream[50 * window : 50 * window + 50])
         assert np.array_equal(targets[row], stream[50 * window + 1 : 50 * window + 51])
     assert data.batch(np.empty(0, np.int64))[1].shape == (0, 50)
+
+
+def test_nothing_is_read_at_the_end_of_a_file_of_whole_pages(tmp_path):
+    (tmp_path / "a.bin").write_bytes(bytes(2 * mmap.PAGESIZE))
+    array = token_files.MappedArray(tmp_path / "a.bin", np.dtype("u1"), 0, 2 * mmap.PAGESIZE)
+    assert array[2 * mmap.PAGESIZE : 2 * mmap.PAGESIZE].size == 0
 
 
 def test_what_a_map_has_read_is_let_go_of(tmp_path, monkeypatch):
