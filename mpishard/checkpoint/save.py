@@ -235,15 +235,15 @@ def begin_save(run: Path, step: int, axis: Axis) -> tuple[Unfinished | None, Fau
     if axis.rank == 0:
         try:
             unfinished = folder.begin(run, step)
-            made = (unfinished.path.name, unfinished.target.name, unfinished.id)
+            made = (unfinished.path.name, unfinished.target.name, unfinished.id, sorted(unfinished.others))
         except Exception as error:
             fault = Fault.of(error, 0, run)
     # Rank 0 may wait for its disk, so this must not be a collective with a time limit.
     shared = share(axis, {"made": made, "fault": None if fault is None else fault.plain})
     if unfinished is None and shared["made"] is not None:
-        name, target, id = shared["made"]
+        name, target, id, others = shared["made"]
         # Only rank 0, which writes the index, needs the generation.
-        unfinished = Unfinished(run / name, run / target, id, 0)
+        unfinished = Unfinished(run / name, run / target, id, 0, others=frozenset(others))
     return unfinished, Fault.first([shared["fault"]])
 
 

@@ -307,7 +307,7 @@ class ReadAhead:
         if not ready:
             self.waits += 1
             self.seconds_waited += time.perf_counter() - began
-        if isinstance(found, Exception):
+        if isinstance(found, BaseException):
             raise found
         micro_batch: tuple[Any, ...] = found
         return micro_batch
@@ -342,7 +342,7 @@ class ReadAhead:
             try:
                 found: Any = self.batch(samples)
                 size = sum(int(getattr(array, "nbytes", 0)) for array in found)
-            except Exception as error:  # the caller raises it
+            except (Exception, SystemExit) as error:  # the caller raises it
                 found, size = error, 0
             with self._changed:
                 self._reading = None

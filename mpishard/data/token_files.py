@@ -95,6 +95,8 @@ class MappedArray:
         """A copy of the numbers from ``part.start`` to before ``part.stop``."""
         if (size := self._map.size()) < self._end:  # to read beyond the end would kill the process
             raise OSError(f"it has {size} bytes, and had {self._end}: it was cut short after it was opened")
+        if part.start == part.stop:  # of an empty document, behind which the file may end with a page
+            return self._values[part].copy()
         first = self._offset + part.start * self.dtype.itemsize
         page = first - first % mmap.PAGESIZE
         length = self._offset + part.stop * self.dtype.itemsize - page

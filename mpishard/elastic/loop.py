@@ -187,7 +187,8 @@ class ElasticLoop:
         return PhaseEvent.STOPPED
 
     def _wait(self) -> PhaseEvent:
-        self._order = self._run.membership.wait_for_order()
+        with self._run.training.report.phase("waiting"):  # or it would count as computation of its next step
+            self._order = self._run.membership.wait_for_order()
         if not self._order.workers:
             self._run.training.deferred_error.raise_over(self._run.membership.axis)
         return PhaseEvent.ORDERED

@@ -154,10 +154,13 @@ class WorkerTarget:
             raise ValueError(
                 f"resize({workers}): batch_size={self.most} gives some of them no sample; ask for at most {self.most}"
             )
+        newest = max(self.request, self.agreed)
+        wanted = self.encoded(int(workers), mesh)
+        if wanted == newest % _NUMBER:  # asked for after each step, the 2**18 numbers would not last a long run
+            return
         # Requests are numbered, so that the last one counts, whichever rank made it.  The numbers of requests are even,
         # so that a request made before a death is newer than the smaller (odd) number that `cap_workers` sets after it.
-        number = (max(self.request, self.agreed) // _NUMBER // 2 + 1) * 2
-        self.request = number * _NUMBER + self.encoded(int(workers), mesh)
+        self.request = (newest // _NUMBER // 2 + 1) * 2 * _NUMBER + wanted
 
     def adopt_request(self, request: int) -> None:
         """Note a request that all ranks have agreed on, unless a later one is known."""

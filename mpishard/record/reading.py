@@ -67,8 +67,8 @@ class JsonLinesWriter:
             self.flush()
         finally:
             if self._descriptor >= 0:
-                os.close(self._descriptor)
-                self._descriptor = -1
+                descriptor, self._descriptor = self._descriptor, -1
+                os.close(descriptor)  # where a network file system may tell of a full disk
 
     def _after_a_torn_line(self) -> bytes:
         size = os.fstat(self._descriptor).st_size

@@ -40,7 +40,7 @@ def require_tensorboard() -> None:
 
 
 class Events:
-    """Scalars by step in a folder of event files.  The writer, with its own thread, is made at the first one.
+    """Scalars by step in a folder of event files.  The writer, with its own thread, is made at the first flush.
 
     They are plain numbers, which `EventAccumulator.Scalars` and tools built on it see; TensorBoard's own writer of
     summaries writes tensors, which these do not see.
@@ -49,26 +49,30 @@ class Events:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._writer: Any = None
+        self._waiting: list[tuple[int, float, dict[str, float]]] = []
 
     def add(self, step: int, time: float, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a step, at a time in seconds since 1970; values that are not finite are left out."""
+        """Keep the finite metrics of a step, at a time in seconds since 1970, for the next `flush`."""
+        self._waiting.append((step, time, {name: value for name, value in metrics.items() if math.isfinite(value)}))
+
+    def flush(self) -> None:
+        """Write all metrics that wait; OSError if that fails, and they are lost then."""
+        if not self._waiting:
+            return
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+        waiting, self._waiting = self._waiting, []
         if self._writer is None:
             self._writer = EventFileWriter(str(self.folder))
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in finite.items()]
-        self._writer.add_event(Event(wall_time=time, step=step, summary=Summary(value=values)))
-
-    def flush(self) -> None:
-        """Write all buffered metrics; OSError if that fails."""
-        if self._writer is not None:
-            self._writer.flush()
+        for step, clock, metrics in waiting:
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+            self._writer.add_event(Event(wall_time=clock, step=step, summary=Summary(value=values)))
+        self._writer.flush()
 
     def close(self) -> None:
-        """Flush and close the file; a later `add` begins another one."""
+        """Close the file; a later `flush` begins another one."""
         if self._writer is not None:
             writer, self._writer = self._writer, None
             writer.close()
@@ -270,10 +274,14 @@ class RecordFiles:
         self._add(AUDITS, line)
 
     def _add(self, name: str, line: Mapping[str, Any]) -> None:
+        if self.broken:
+            return
         writer = JsonLinesWriter(self.folder / name)
         writer.add(dict(line))
-        self.write(writer)
-        writer.close()
+        try:
+            writer.close()
+        except OSError as error:
+            self.give_up(error)
 
     def close(self) -> None:
         """Close the files; a line that is written later opens its file again."""

@@ -115,7 +115,10 @@ class StepTimes:
 
 
 class TimedPhase(ContextDecorator):
-    """A block of a step; at its end its time, except in collectives, is added to that of its name in `phases`."""
+    """A block of a step; at its end its time is added to that of its name in `phases`.
+
+    The time in collectives and in blocks within it does not count.
+    """
 
     def __init__(self, ledger: Ledger, phases: dict[str, float], name: str) -> None:
         self._ledger = ledger
@@ -124,11 +127,13 @@ class TimedPhase(ContextDecorator):
 
     def __enter__(self) -> None:
         self._began, self._waited = time.perf_counter(), self._ledger.seconds
+        self._noted = sum(self._phases.values())
 
     def __exit__(self, *error: object) -> None:
         ledger, name, began = self._ledger, self._name, self._began
         ledger.note(name, "phase", began)
-        seconds = time.perf_counter() - began - (ledger.seconds - self._waited)
+        within = max(0.0, sum(self._phases.values()) - self._noted)
+        seconds = time.perf_counter() - began - (ledger.seconds - self._waited) - within
         self._phases[name] = self._phases.get(name, 0.0) + seconds
 
 
@@ -156,7 +161,7 @@ class StepTrace:
             return
         if step < steps[1]:
             ledger.spans = []
-        if spans is None or step < steps[0]:
+        if spans is None or not steps[0] <= step <= steps[1]:
             return
         spans.append(Span(f"step {step}", "step", began, time.perf_counter()))
         offset = time.time() - time.perf_counter()
@@ -297,7 +302,8 @@ class RunRecord:
         every = number("every", every, least=0)
         if flag("tensorboard", tensorboard):
             require_tensorboard()
-        self.folder: Path = path("folder", folder)
+        self._given = path("folder", folder)
+        self.folder: Path = self._given.absolute()  # a script may change its directory
         self.mesh = mesh
         self.every = every
         self._files = RecordFiles(self.folder, mesh, tensorboard)
@@ -350,7 +356,7 @@ class RunRecord:
         with opening(self.mesh.world, "RunRecord.begin") as same:
             if not (facts is None or isinstance(facts, Mapping)):
                 raise TypeError(f"facts={shown(facts)} must be a mapping, such as a dict")
-            same |= {"stage": flag("stage", stage), "folder": str(self._files.folder)}
+            same |= {"stage": flag("stage", stage), "folder": str(self._given)}
         with raised_on_all(self.mesh.world):
             if self.mesh.rank == 0:
                 self._files.lead()
@@ -364,7 +370,9 @@ class RunRecord:
         self._begin_to_write()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Count the time inside a block, except in collectives, as a phase of the step.  Not collective.
+        """Count the time inside a block as a phase of the step, except in collectives and in phases within it.
+
+        Not collective.
 
         Parameters
         ----------
@@ -407,7 +415,7 @@ class RunRecord:
             self._trace.end_step(step, self._times.step_began)
             seconds = self._times.end_step(step)
             self._metrics.add(step, seconds, metrics)
-        if not self.every:
+        if not self.every or self._stack_reporter is None:  # without its thread nobody else takes the times
             self.flush()
 
     def log(self, step: int, **values: float) -> None:
@@ -497,7 +505,7 @@ class RunRecord:
         """Write all lines that wait.  Not collective."""
         with self._lock:
             line = self._times.take_line()
-            if line is not None and self._files.has_process:
+            if line is not None and self._files.has_process and not self._files.broken:
                 self._files.process.add(line)
             self._files.flush()
 

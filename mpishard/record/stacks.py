@@ -67,9 +67,10 @@ class StackReporter(Sampler):
         super().end()
         if self._stack is not None:
             faulthandler.unregister(signal.SIGQUIT)
-            os.close(self._stack)
-            if not self._dumped:
-                self.stack_path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a disk that fails
+                os.close(self._stack)
+                if not self._dumped:
+                    self.stack_path.unlink(missing_ok=True)
 
     def who(self) -> dict[str, Any]:
         ledger = self._mesh.ledger

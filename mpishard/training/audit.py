@@ -424,10 +424,12 @@ def compare_replicas(
     axis, step = optimizer.axis, optimizer.clock
     if (step % REPLICAS_EVERY and not last) or axis.size == 1:
         return
+    sharding = optimizer.sharding
     whole = [
         shard
         for shard in optimizer.state.capture().shards
-        if shard.kind == PARAMETERS or not optimizer.sharding.divides_state
+        # Of the errors of compression each rank has its own.
+        if shard.kind == PARAMETERS or not (sharding.divides_state or shard.kind == sharding.errors_kind)
     ]
     digests = np.zeros((axis.size, len(whole)), np.int64)
     digests[axis.rank] = [_digest(shard.array) for shard in whole]

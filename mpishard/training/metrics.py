@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,7 +121,8 @@ class ProgressBar:
         line = tqdm.format_meter(
             self._done, self._total, elapsed, unit=self._unit, postfix=note, ncols=0, initial=self._first
         )
-        print(line, file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):  # of a full disk, of a terminal that is gone, of a file that is closed
+            print(line, file=sys.stderr, flush=True)
 
 
 class StepReport:

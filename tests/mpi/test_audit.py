@@ -16,6 +16,7 @@ from variants import full
 import mpishard
 from mpishard import ElasticOptimizer, ShardingConfiguration, minimize
 from mpishard.backend import process
+from mpishard.layout.run_state import GRADIENT_ERRORS
 from mpishard.record import Run
 from mpishard.record.reading import read_lines
 from mpishard.reduction import ordered
@@ -311,6 +312,15 @@ def test_a_bit_that_flips_in_the_last_step_is_seen(mesh, steps, folder):
         line = noted(mesh, folder)
     outcome = "stopped" if mesh.size == 2 else "mended"
     assert (line["step"], line["last_right"], line["outcome"]) == (steps, 10 * (steps > 10), outcome)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_compression_leaves_out_differs_and_is_not_compared(mesh):
+    configuration = ShardingConfiguration(mesh, enable_gradient_compression=True)
+    optimizer = ElasticOptimizer(mpishard.DDPOptimizer(mpishard.AdamW(lr=0.05), configuration), audit="replicas")
+    assert optimizer.optimize(problem(**OPTIONS), progress=False).steps == 10
+    (left,) = [each.array for each in optimizer.optimizer.state.capture().shards if each.kind == GRADIENT_ERRORS]
+    assert len(set(mesh.world.allgather_object(left.tobytes()))) > 1
 
 
 ROWS = np.random.default_rng(5).standard_normal((24, 31))

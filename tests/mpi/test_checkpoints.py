@@ -291,6 +291,17 @@ def test_a_run_removes_its_own_only(mesh, run):
     assert kept(mesh, run) == [3, 2, 3]
 
 
+@pytest.mark.mpi(min_size=2)
+def test_all_ranks_know_what_keep_counts(mesh, run):
+    """The first one may die."""
+    for _ in range(2):
+        with Checkpoints(run, mesh) as checkpoints:
+            checkpoints.load(at(0, mesh, empty=True))
+            checkpoints.save(at(1, mesh))
+            known = mesh.world.allgather_object(checkpoints.own)
+    assert known == [known[0]] * mesh.size and len(known[0]) == 2
+
+
 def test_two_that_save_into_one_folder_at_a_time(mesh, run, writing):
     begun = []
 

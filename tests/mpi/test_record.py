@@ -156,6 +156,8 @@ def test_workers_that_leave_and_come_back(comm, folder):
         others = [process for process in run.processes if process.lines[0]["rank"] > 0]
         assert len(others) == comm.size - 1
         assert all(len(process.by_step("busy")[0]) < 9 for process in others)
+        # Their first step after their return began before they left.
+        assert all(any("waiting" in line["phases"] for line in process.lines) for process in others)
 
 
 def test_a_trace_tells_what_was_done_when(comm, folder):

@@ -73,6 +73,20 @@ def test_the_last_request_of_any_rank_is_the_largest(target):
     assert target.agreed_size == 2
 
 
+def test_who_asks_again_for_the_same_uses_up_no_number(target):
+    target.resize(5)
+    first = target.request
+    target.resize(5)
+    assert target.request == first
+    target.adopt_request(first)
+    target.resize(5)
+    assert target.request == first
+    target.cap_workers(2)
+    target.resize(5)  # after deaths it is another request
+    target.adopt_request(target.request)
+    assert target.agreed_size == 5
+
+
 def test_a_cap_after_deaths_is_older_than_a_request_from_before_them(target):
     before = target.agreed
     target.cap_workers(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -28,7 +29,7 @@ from mpishard.nn.products import make_matmul, shared_operand
 from mpishard.record import Run
 from mpishard.record.follower import Follower
 from mpishard.record.reading import JsonLinesWriter, Process, read_lines, stragglers
-from mpishard.record.record_files import plain, surroundings, without_secrets
+from mpishard.record.record_files import RecordFiles, plain, surroundings, without_secrets
 from mpishard.record.stacks import StackReporter
 from mpishard.record.summary import (
     TimeSplit,
@@ -199,6 +200,29 @@ def test_steps_to_trace_are_set_and_a_phase_is_a_function(tmp_path: Path) -> Non
     (path,) = (tmp_path / "processes").glob("*.trace.jsonl")
     (line,) = read_lines(path)[0]
     assert line["step"] == 3 and [span[0] for span in line["spans"]] == ["data", "step 3"]
+
+
+def test_a_run_that_resumes_after_the_steps_to_trace_traces_none(tmp_path: Path) -> None:
+    with mpishard.Mesh() as mesh, mpishard.RunRecord(tmp_path, mesh, trace=(1, 2)) as record:
+        record.begin()
+        record.step(3, loss=1.0)
+    assert not list((tmp_path / "processes").glob("*.trace.jsonl"))
+
+
+def test_a_phase_within_another_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with mpishard.Mesh() as mesh:
+        now = [0.0]
+        monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+        with mpishard.RunRecord(tmp_path, mesh, every=60) as record:
+            record.begin()
+            with record.phase("validation"):
+                now[0] += 1
+                with record.phase("data"):
+                    now[0] += 2
+            now[0] += 4
+            record.step(1, loss=1.0)
+    (process,) = Run.read(tmp_path).processes
+    assert process.lines[-1]["phases"] == {"computation": 4, "data": 2, "validation": 1}
 
 
 def test_a_loop_of_ones_own_notes_its_end(tmp_path: Path) -> None:
@@ -415,6 +439,72 @@ def test_a_record_that_cannot_be_written_does_not_end_the_run(
     shown = capsys.readouterr().err
     assert shown.count("the record of the run ends here") == 1 and str(tmp_path / "run") in shown
     assert len(read_lines(tmp_path / "gone" / "metrics.jsonl")[0]) == 1
+
+
+def test_a_folder_that_fails_at_the_end_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = os.close
+
+    def full(descriptor: int) -> None:  # as a network file system may tell of it
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        close(descriptor)
+        if path.endswith("ends.jsonl"):
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with mpishard.Mesh() as mesh:
+        first, second = (mpishard.RunRecord(tmp_path / name, mesh) for name in ("first", "second"))
+        first.begin()
+        os.rename(tmp_path / "first", tmp_path / "gone")
+        (tmp_path / "first").touch()
+        first.end(1, "steps")
+        second.begin()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "close", full)
+            second.end(1, "steps")
+    shown = capsys.readouterr().err
+    assert shown.count("the record of the run ends here") == 2 and f"[Errno {errno.EDQUOT}]" in shown
+
+
+def test_events_that_cannot_be_written_do_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tensorboard")
+    with mpishard.Mesh() as mesh, mpishard.RunRecord(tmp_path, mesh, tensorboard=True, every=60) as record:
+        record.begin()
+        (tmp_path / "tensorboard").touch()
+        for step in (1, 2):
+            record.step(step, loss=1.0)
+    assert capsys.readouterr().err.count("the record of the run ends here") == 1
+    assert len(read_lines(tmp_path / "metrics.jsonl")[0]) == 2
+
+
+def test_a_script_that_changes_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    with mpishard.Mesh() as mesh, mpishard.RunRecord("run", mesh) as record:
+        record.begin()
+        monkeypatch.chdir("other")
+        record.step(1, loss=1.0)
+    run = Follower(tmp_path / "run")
+    run.update()
+    assert run.last_step == 1 and run.ended_in_order
+
+
+@pytest.mark.parametrize("what", ["broken", "broken at the start", "without a file"])
+def test_what_no_file_takes_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    with mpishard.Mesh() as mesh, mpishard.RunRecord(tmp_path, mesh, every=60) as record:
+        files = record._files
+        if what == "without a file":
+            monkeypatch.setattr(RecordFiles, "has_process", False)
+        if what == "broken at the start":
+            files.give_up(OSError(errno.ENOSPC, "full"))
+        record.begin()
+        if what == "broken":
+            files.give_up(OSError(errno.ENOSPC, "full"))
+        for step in (1, 2, 3):
+            record.step(step, loss=1.0)
+        if what == "broken":
+            record.flush()  # as its thread does
+        assert not record._times._durations and not files.process._waiting
 
 
 # Stragglers by what processes have noted.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
+import sys
 import threading
 import time
 import zipfile
@@ -45,6 +47,12 @@ def test_windows_are_those_of_the_stream(tmp_path, dtype, header):
         assert np.array_equal(inputs[row], stream[50 * window : 50 * window + 50])
         assert np.array_equal(targets[row], stream[50 * window + 1 : 50 * window + 51])
     assert data.batch(np.empty(0, np.int64))[1].shape == (0, 50)
+
+
+def test_nothing_is_read_at_the_end_of_a_file_of_whole_pages(tmp_path):
+    (tmp_path / "a.bin").write_bytes(bytes(2 * mmap.PAGESIZE))
+    array = token_files.MappedArray(tmp_path / "a.bin", np.dtype("u1"), 0, 2 * mmap.PAGESIZE)
+    assert array[2 * mmap.PAGESIZE : 2 * mmap.PAGESIZE].size == 0
 
 
 def test_what_a_map_has_read_is_let_go_of(tmp_path, monkeypatch):
@@ -363,6 +371,28 @@ def test_an_error_is_raised_where_the_samples_are_asked_for():
         assert batch(MICRO[1])[0][0, 0] == 4
     assert batch(MICRO[2])[0][0, 0] == 8  # closed: read at once
     assert threading.current_thread().name in source.threads
+
+
+def test_an_exit_is_raised_where_the_samples_are_asked_for():
+    reads, codes = threading.Event(), []
+
+    def leave(samples):
+        reads.set()
+        sys.exit(3)
+
+    def ask():
+        try:
+            batch(MICRO[0])
+        except SystemExit as error:
+            codes.append(error.code)
+
+    with ReadAhead(leave) as batch:
+        batch.expect(MICRO[:1])
+        assert reads.wait(timeout=60)
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(timeout=60)
+    assert codes == [3]
 
 
 # Tokens of Megatron-LM, HDF5, Zarr and texts, documents as samples, and what is wrong with such files.

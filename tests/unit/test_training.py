@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import itertools
 import math
+import os
 from types import SimpleNamespace
 
 import hypothesis.strategies as st
@@ -162,6 +165,21 @@ def test_lines_of_a_day_in_a_log(monkeypatch, capsys):
     bar.close()
     assert times[:5] == [1, 6, 11, 16, 21] and times[-1] == 86_400
     assert before + len(capsys.readouterr().err.splitlines()) < 1600
+
+
+class FullDisk(io.StringIO):
+    def write(self, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_progress_that_cannot_be_written_does_not_end_the_run(monkeypatch):
+    for file in (FullDisk(), io.StringIO()):
+        monkeypatch.setattr(metrics.sys, "stderr", file)
+        bar = metrics.ProgressBar(3, shows=True)
+        if not isinstance(file, FullDisk):
+            file.close()
+        bar.advance("loss 1")
+        bar.close()
 
 
 # Losses of steps in which ranks do not meet become those of all ranks once they do.
