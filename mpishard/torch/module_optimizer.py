@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from mpishard.arguments import listed, number, without_dimensions
@@ -262,6 +261,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
 
     def _take_step(self, count: float | None) -> None:
         first = not self.optimizer.clock
+        count = without_dimensions(count)  # a sum over ranks of NumPy is no int
         hooks = self._hooks
         if self._state.cuts is not None:
             self._state.cuts.compare_gradients()
@@ -270,8 +270,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         hooks.end_sums()
         self.unused_parameters = hooks.unused
         if hooks.announce is not None:
-            given: Any = count.item() if isinstance(count, np.generic) else count
-            hooks.announce(STEP, lambda: (given, self._groups.saved))
+            hooks.announce(STEP, lambda: (count, self._groups.saved))
         hooks.takes_mean = count is None
         if count is None:
             count = hooks.divide_by or None

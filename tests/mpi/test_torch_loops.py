@@ -612,6 +612,21 @@ def test_a_rank_without_a_pass_is_refused_unless_a_count_divides(mesh, zero):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_a_count_that_ranks_have_summed_divides_as_a_number(mesh):
+    """A number of NumPy or PyTorch, also where a rank has run out and takes that of the others."""
+    found = []
+    for count in (4, np.int64(4), torch.tensor(4)):
+        module = doubles()
+        optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1))
+        with mpishard.torch.join(optimizer):
+            for step in range(2 - (mesh.rank == 0)):
+                backward(mesh, module, step)
+                optimizer.step(count=count)
+        found.append(optimizer.parameters.flat.copy())
+    assert np.array_equal(found, [found[0]] * 3)
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_clipping_on_one_rank_is_refused_on_all(mesh, zero):
     module = doubles()
