@@ -305,7 +305,10 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     @property
     def sync_every(self) -> int:
-        """Steps between two averages of the same parameter; may be set, on all ranks after the same step."""
+        """Steps between two averages of the same parameter; may be set, on all ranks after the same step.
+
+        An average that is pending then ends before its part is averaged again.
+        """
         return self._schedule.sync_every
 
     @sync_every.setter

@@ -115,6 +115,18 @@ def test_the_steps_of_a_reference(mesh, same_on_all, nesterov, every, parts, del
     assert optimizer.staleness == 0 and same_on_all(flat)
 
 
+def test_a_lower_sync_every_waits_for_the_average_under_way(mesh):
+    """The averages of workers that do the same change nothing."""
+    optimizer = LocalSGDOptimizer(SGD(lr=0.1), settings(mesh), 7, delay=3)
+    flat, alone = START.copy(), START.copy()
+    for step in range(1, 21):
+        if step == 8:
+            optimizer.sync_every = 4
+        optimizer.step(flat, gradient(flat, step, 0))
+        alone -= 0.1 * gradient(alone, step, 0)
+    np.testing.assert_allclose(flat, alone, rtol=0, atol=1e-12)
+
+
 @pytest.mark.mpi(min_size=2)
 def test_a_delayed_average_waits_for_nobody(mesh):
     """The first rank is two steps ahead of the others, which it lets go on only then."""
