@@ -626,6 +626,26 @@ def test_a_count_that_ranks_have_summed_divides_as_a_number(mesh):
     assert np.array_equal(found, [found[0]] * 3)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_steps_that_only_add_come_to_one_along_their_mean(mesh, zero):
+    """With auto_sync_gradients=False, beside passes within no_sync."""
+    found = []
+    for auto in (True, False):
+        module, config = doubles(), ShardingConfiguration(mesh, auto_sync_gradients=auto)
+        optimizer = mpishard.torch.as_distributed(module, config, mpishard.SGD(lr=0.1), zero=zero)
+        for step in range(2):
+            with optimizer.no_sync() if auto and step == 0 else contextlib.nullcontext():
+                backward(mesh, module, step)
+            if not auto:
+                optimizer.step()
+        if auto:
+            optimizer.step(count=2 * mesh.size)
+        else:
+            optimizer.optimizer.synchronize_optimizer_state()
+        found.append(optimizer.parameters.gather())
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-12)
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_clipping_on_one_rank_is_refused_on_all(mesh, zero):
