@@ -251,6 +251,23 @@ def test_what_is_written_to_parameters_is_what_steps(mesh, zero):
     assert not torch.equal(before["second.weight"], before["second.weight"].bfloat16().float())
 
 
+@pytest.mark.parametrize("zero", [0, 2])
+def test_averages_take_the_place_of_parameters_of_another_dtype(mesh, zero):
+    """Also where a save rounds them, and then the run goes on with what they were."""
+    module, rule = make("mixed"), mpishard.AdamW(lr=1e-2, ema_decay=0.5)
+    optimizer = mpishard.torch.as_distributed(module, mesh, rule, zero=zero)
+    take_steps(mesh, module, optimizer, range(3))
+    before, masters = {name: p.detach().clone() for name, p in module.named_parameters()}, masters_of(optimizer)
+    with optimizer.optimizer.averaged_parameters():
+        averages = masters_of(optimizer)
+        for name, p in module.named_parameters():
+            assert torch.equal(p, averages[name].to(p.dtype))
+        assert not torch.equal(module.first.weight, before["first.weight"])
+        optimizer.optimizer.state.consolidate()
+    for name, p in module.named_parameters():
+        assert torch.equal(p, before[name]) and torch.equal(masters_of(optimizer)[name], masters[name])
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_gradients_add_up_and_are_clipped_in_the_dtype_of_masters(mesh, zero):
     module, theirs = make("bfloat16"), make("bfloat16").float()
