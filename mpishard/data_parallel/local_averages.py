@@ -55,8 +55,7 @@ class Averages:
         self._strategy = strategy
         assert isinstance(strategy.summation, WithinWorker)
         self._sums = strategy.summation.average_sums
-        by_nodes = strategy.hierarchical
-        self.workers: int = strategy.axis.size // (1 if by_nodes is None else by_nodes.within.size)
+        self.workers: int = strategy.axis.size // strategy.ranks_of_step
         self._rule = rule = outer or _MEAN
         self._delayed = delayed
         self._parts = [strategy.shares.buckets[part::parts] for part in range(parts)]

@@ -311,7 +311,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
         Parameters
         ----------
         max_norm : float
-            Of the mean gradient over the ranks; a sum with ``step(count=)`` is clipped before it is divided.
+            Of the mean gradient over the ranks, in Local SGD over those of a worker; a sum with ``step(count=)`` is
+            clipped before it is divided.
         norm_type : float
             2, where ranks divide the gradients; else any.
         foreach : bool, optional
@@ -346,7 +347,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         if hooks.announce is not None:
             hooks.announce(CLIP, lambda: (max_norm,))
         strategy.reducer.finalize()
-        divisor = (hooks.divide_by or strategy.axis.size) * self.parameters.loss_scale
+        divisor = (hooks.divide_by or strategy.ranks_of_step) * self.parameters.loss_scale
         hooks.clips.append(call)
         hooks.takes_mean = False  # not known before the step
         # The ranks that call this compare it with those that do not, and step: both exchange the same words.

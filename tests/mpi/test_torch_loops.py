@@ -647,6 +647,18 @@ def test_steps_that_only_add_come_to_one_along_their_mean(mesh, zero):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_a_worker_of_local_sgd_clips_its_own_gradient(mesh):
+    module, local = doubles(), LocalSGDOptimizer(mpishard.SGD(lr=0.1), mesh, sync_every=4)
+    optimizer = mpishard.torch.as_distributed(module, mesh, local)
+    backward(mesh, module, 0)
+    before = optimizer.parameters.flat.copy()
+    own = float(torch.cat([p.grad.reshape(-1) for p in module.parameters()]).norm())
+    assert float(optimizer.clip_grad_norm_(1e-3)) == pytest.approx(own, rel=1e-12)
+    optimizer.step()
+    assert np.linalg.norm(optimizer.parameters.flat - before) == pytest.approx(1e-4, rel=1e-2)
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_clipping_on_one_rank_is_refused_on_all(mesh, zero):
     module = doubles()
