@@ -710,6 +710,21 @@ def test_gradients_that_one_rank_alone_changes_are_refused_on_all(comm, zero, de
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("zero", [1, 0])
+def test_a_loop_may_replace_what_is_not_finite(mesh, zero):
+    """The NaN of one rank is in the mean on all, and the step takes what the loop has made of it there."""
+    module, (x, y) = doubles(), images()
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1), zero=zero)
+    before = optimizer.parameters.flat.copy()
+    loss = loss_of(module, x.double(), y, samples_of(mesh, 0))
+    (loss * (np.nan if mesh.rank == mesh.size - 1 else 1.0)).backward()
+    for p in module.parameters():
+        p.grad.nan_to_num_(2.0)
+    optimizer.step()
+    np.testing.assert_allclose(optimizer.parameters.flat, before - 0.2, rtol=0, atol=1e-12)
+
+
+@pytest.mark.mpi(min_size=2)
 def test_sums_that_one_rank_alone_drops_are_refused_on_all(mesh):
     """Under zero=2 passes within no_sync are summed."""
     module = doubles()
