@@ -279,9 +279,9 @@ class ModuleOptimizer(torch.optim.Optimizer):
         self._state.take_values()
         try:
             self.optimizer.step(self.parameters, count=count)
+        finally:  # Local SGD raises after an average, which has changed the parameters
             arrays.ready(self.parameters.held)  # PyTorch may continue in another stream of a GPU
             self._state.round_masters()
-        finally:
             hooks.clear(keeps_calls=self.parameters.gradients.has_content)  # a step that was refused
         if self._state.units is not None:
             self._state.units.end_step()

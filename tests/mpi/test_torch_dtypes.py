@@ -268,6 +268,19 @@ def test_averages_take_the_place_of_parameters_of_another_dtype(mesh, zero):
         assert torch.equal(p, before[name]) and torch.equal(masters_of(optimizer)[name], masters[name])
 
 
+@pytest.mark.mpi(min_size=2)
+def test_an_average_after_which_all_raise_is_in_the_parameters(mesh, same_on_all):
+    module, local = make("bfloat16"), mpishard.LocalSGDOptimizer(RULE, mesh, sync_every=2)
+    optimizer = mpishard.torch.as_distributed(module, mesh, local)
+    take_steps(mesh, module, optimizer, [0])
+    (loss_of(module, 1, mesh.rank, mesh.size) * (np.nan if mesh.rank == 0 else 1.0)).backward()
+    with pytest.raises(FloatingPointError, match="on rank 0"):
+        optimizer.step()
+    assert same_on_all(optimizer.parameters.flat)
+    masters = masters_of(optimizer)
+    assert all(torch.equal(p, masters[name].to(p.dtype)) for name, p in module.named_parameters())
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_gradients_add_up_and_are_clipped_in_the_dtype_of_masters(mesh, zero):
     module, theirs = make("bfloat16"), make("bfloat16").float()
