@@ -145,6 +145,8 @@ class GradientInspection:
         self._each_looks_at_all = has_all and parameters.size <= _SHORT
         parts = strategy.ownership.owned_parts if self._each_looks_at_all else strategy.ownership.counted_parts
         self._spans = Ranges([Range(*span) for span in spans_of(parts)])
+        # What is not finite on a rank is not finite in sums that all have; a loop may then have changed these.
+        self._sums_tell = strategy.sums_are_everywhere
         # Compression adds errors to gradients, and a worker of Local SGD asks its own ranks alone.
         alone = strategy.mesh.size == 1 or strategy.sharding.workers_differ
         self._looks_ahead = looks and not alone and strategy.compressed is None
@@ -228,7 +230,7 @@ class GradientInspection:
         Infinity stands for NaN, too, with which MPI leaves the maximum undefined.
         """
         tops = self._largest.of_spans(self._strategy.gradients())
-        finite = not self._largest.nonfinite and all(map(math.isfinite, tops))
+        finite = all(map(math.isfinite, tops)) and (self._sums_tell or not self._largest.nonfinite)
         return max(tops, default=0.0) if finite else math.inf
 
     def norm_of(self, top: float) -> float:

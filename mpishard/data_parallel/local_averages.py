@@ -55,8 +55,7 @@ class Averages:
         self._strategy = strategy
         assert isinstance(strategy.summation, WithinWorker)
         self._sums = strategy.summation.average_sums
-        by_nodes = strategy.hierarchical
-        self.workers: int = strategy.axis.size // (1 if by_nodes is None else by_nodes.within.size)
+        self.workers: int = strategy.axis.size // strategy.ranks_of_step
         self._rule = rule = outer or _MEAN
         self._delayed = delayed
         self._parts = [strategy.shares.buckets[part::parts] for part in range(parts)]
@@ -84,6 +83,10 @@ class Averages:
     def ends(self, latest: int) -> bool:
         """Return True if an average is pending that started after step `latest` or before."""
         return any(each.begun <= latest for each in self._rounds)
+
+    def is_pending(self, part: int) -> bool:
+        """Return True if the average of a part has started and is not finished."""
+        return any(each.part == part for each in self._rounds)
 
     def start(self, part: int, now: int, problem: Exception | None) -> None:
         """Start the average of a part, after step `now`. Collective over the data axis.
@@ -240,8 +243,9 @@ class LocalSteps:
         now, averages = self._taken, self._averages
         found = [averages.take_in(now, latest)]
         for part in due:
-            averages.start(part, now, self._problem)
-            self._problem = None
+            if not averages.is_pending(part):  # else `sync_every` was lowered since it started
+                averages.start(part, now, self._problem)
+                self._problem = None
         found.append(averages.take_in(now, latest))
         for staleness, _, _ in found:
             if staleness is not None:

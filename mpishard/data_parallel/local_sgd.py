@@ -305,7 +305,10 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     @property
     def sync_every(self) -> int:
-        """Steps between two averages of the same parameter; may be set, on all ranks after the same step."""
+        """Steps between two averages of the same parameter; may be set, on all ranks after the same step.
+
+        An average that is pending then ends before its part is averaged again.
+        """
         return self._schedule.sync_every
 
     @sync_every.setter
@@ -365,7 +368,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
         interrupted : bool
             Whether this rank was interrupted.
         exchange_status : bool
-            Not used: the ranks of a worker exchange it always.
+            False, on all ranks, if no rank gives a `nonfinite_loss`; that saves a message between the ranks of a node.
 
         Returns
         -------
@@ -375,6 +378,11 @@ class LocalSGDOptimizer(ShardedOptimizer):
         self.state.resync()
         steps = self._local.steps
         steps.begin()
+        nodes = self.state.strategy.hierarchical
+        if nodes is not None and exchange_status:  # the ranks of a node leave a step out together
+            texts = nodes.within.allgather_object(nonfinite_loss)
+            of_node = [f"{text} of rank {rank}" for rank, text in zip(nodes.within.members, texts, strict=True) if text]
+            nonfinite_loss = nonfinite_loss or ", ".join(of_node)
         try:
             share = count / self._local.workers
             usable = super().update(

@@ -269,6 +269,13 @@ class Strategy:
         return self.mesh.size == self.axis.size and self.compressed is None and not self.sharding.workers_differ
 
     @property
+    def ranks_of_step(self) -> int:
+        """Number of data ranks whose gradients a step sums: those of a worker of Local SGD, or all."""
+        if not self.sharding.workers_differ:
+            return self.axis.size
+        return 1 if self.hierarchical is None else self.hierarchical.within.size
+
+    @property
     def unit_marks(self) -> tuple[int, ...]:
         """Numbers for `agree_on_units`, of which the sync group takes the maxima in an exchange that it has anyway.
 

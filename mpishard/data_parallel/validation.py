@@ -78,6 +78,12 @@ def check_replacement(was: Rule, rule: Rule, parameters: FlatParameters | None) 
     if (rule.ema_decay is None) != (was.ema_decay is None):
         raise ValueError("ema_decay cannot be given or left out once there is an optimizer: it is one more slot")
     if parameters is not None:
+        if set(rule.slots) != set(was.slots):
+            theirs, ours = (", ".join(each.slots) or "nothing" for each in (rule, was))
+            raise ValueError(
+                f"{type(rule).__name__} keeps {theirs} of each parameter, and this optimizer has {ours}: another rule "
+                "needs the same; make a new optimizer"
+            )
         rule.by_shape({spec.name: spec.shape for spec in parameters.specs})  # raises for groups of another model
 
 

@@ -312,6 +312,9 @@ class TreeState:
     def consolidate(self, axis: Axis) -> None:
         """Nothing: there are no values."""
 
+    def round_masters(self) -> None:
+        """Nothing: all leaves have the dtype of the parameters."""
+
     def release(self) -> None:
         """Nothing: the arrays are freed with the tree."""
 

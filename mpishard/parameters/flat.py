@@ -87,6 +87,10 @@ class CarriedState(Protocol):
         """Make the values equal on all ranks before a save, and change none that are. Collective over the axis."""
         ...
 
+    def round_masters(self) -> None:
+        """Give parameters of another dtype the values of their masters in the flat array, which have changed."""
+        ...
+
     def release(self) -> None:
         """Let the model go: it was made again for another mesh, and this one is used no more."""
         ...

@@ -43,10 +43,14 @@ def convert_sync_batchnorm(module: Any, mesh: Mesh) -> Any:
     ------
     TypeError
         If it is no module.
+    ValueError
+        If one of these layers has a forward pass of its own, as with an activation.
     """
     with opening(checked_mesh(mesh).world, "convert_sync_batchnorm"):
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"convert_sync_batchnorm needs a torch.nn.Module, got a {type(module).__name__}")
+        for path, layer in module.named_modules():
+            _check_forward(path, layer)
     axis = mesh.data.subgroup(_GROUP, range(mesh.data.size))
     assert axis is not None
     return _converted(module, _Ranks(axis))
@@ -77,12 +81,23 @@ class _Ranks:
         return self
 
 
+def _check_forward(path: str, layer: Any) -> None:
+    """Raise ValueError for a batch norm that computes something else than those of PyTorch."""
+    known = torch.nn.modules.batchnorm._BatchNorm, torch.nn.SyncBatchNorm, _OverRanks
+    if isinstance(layer, known[0]) and type(layer).forward not in [each.forward for each in known]:
+        raise ValueError(
+            f"{path!r} is a {type(layer).__name__}, a batch norm with a forward pass of its own, which would be lost: "
+            "make it a batch norm of torch.nn and another layer, as an activation"
+        )
+
+
 def _converted(module: Any, ranks: _Ranks, path: str = "") -> Any:
     if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
         ranks.names.append(path)
         return _OverRanks(module, ranks)
-    for name, child in module.named_children():
-        setattr(module, name, _converted(child, ranks, f"{path}.{name}" if path else name))
+    for name, child in module._modules.items():  # a layer may have two names here
+        if child is not None:
+            setattr(module, name, _converted(child, ranks, f"{path}.{name}" if path else name))
     return module
 
 

@@ -240,9 +240,12 @@ class LocalHooks(LoopHooks):
         found = self._find(name, p)
         if found is None:
             return
-        memory, gradient, _ = found
-        # Autograd has added to ``p.grad``; another tensor there means that the user has dropped the first.
-        if gradient.data_ptr() != memory.data_ptr():
+        memory, gradient, adds = found
+        # Autograd has added to ``p.grad``; another tensor there means that the user has dropped the first, or that a
+        # step has taken it which only adds.
+        if adds and name not in self._kept:
+            memory.add_(gradient)
+        elif gradient.data_ptr() != memory.data_ptr():
             memory.copy_(gradient)
         self._leave(name, p, memory)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from mpishard.arguments import listed, number, without_dimensions
@@ -262,6 +261,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
 
     def _take_step(self, count: float | None) -> None:
         first = not self.optimizer.clock
+        count = without_dimensions(count)  # a sum over ranks of NumPy is no int
         hooks = self._hooks
         if self._state.cuts is not None:
             self._state.cuts.compare_gradients()
@@ -270,8 +270,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         hooks.end_sums()
         self.unused_parameters = hooks.unused
         if hooks.announce is not None:
-            given: Any = count.item() if isinstance(count, np.generic) else count
-            hooks.announce(STEP, lambda: (given, self._groups.saved))
+            hooks.announce(STEP, lambda: (count, self._groups.saved))
         hooks.takes_mean = count is None
         if count is None:
             count = hooks.divide_by or None
@@ -280,9 +279,9 @@ class ModuleOptimizer(torch.optim.Optimizer):
         self._state.take_values()
         try:
             self.optimizer.step(self.parameters, count=count)
+        finally:  # Local SGD raises after an average, which has changed the parameters
             arrays.ready(self.parameters.held)  # PyTorch may continue in another stream of a GPU
             self._state.round_masters()
-        finally:
             hooks.clear(keeps_calls=self.parameters.gradients.has_content)  # a step that was refused
         if self._state.units is not None:
             self._state.units.end_step()
@@ -312,7 +311,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
         Parameters
         ----------
         max_norm : float
-            Of the mean gradient over the ranks; a sum with ``step(count=)`` is clipped before it is divided.
+            Of the mean gradient over the ranks, in Local SGD over those of a worker; a sum with ``step(count=)`` is
+            clipped before it is divided.
         norm_type : float
             2, where ranks divide the gradients; else any.
         foreach : bool, optional
@@ -347,7 +347,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         if hooks.announce is not None:
             hooks.announce(CLIP, lambda: (max_norm,))
         strategy.reducer.finalize()
-        divisor = (hooks.divide_by or strategy.axis.size) * self.parameters.loss_scale
+        divisor = (hooks.divide_by or strategy.ranks_of_step) * self.parameters.loss_scale
         hooks.clips.append(call)
         hooks.takes_mean = False  # not known before the step
         # The ranks that call this compare it with those that do not, and step: both exchange the same words.

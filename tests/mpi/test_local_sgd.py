@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import pairwise
 
 import hybrid
@@ -113,6 +114,18 @@ def test_the_steps_of_a_reference(mesh, same_on_all, nesterov, every, parts, del
     assert optimizer.staleness == delay
     optimizer.synchronize_optimizer_state()
     assert optimizer.staleness == 0 and same_on_all(flat)
+
+
+def test_a_lower_sync_every_waits_for_the_average_under_way(mesh):
+    """The averages of workers that do the same change nothing."""
+    optimizer = LocalSGDOptimizer(SGD(lr=0.1), settings(mesh), 7, delay=3)
+    flat, alone = START.copy(), START.copy()
+    for step in range(1, 21):
+        if step == 8:
+            optimizer.sync_every = 4
+        optimizer.step(flat, gradient(flat, step, 0))
+        alone -= 0.1 * gradient(alone, step, 0)
+    np.testing.assert_allclose(flat, alone, rtol=0, atol=1e-12)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -569,6 +582,26 @@ def test_a_tolerance_ends_all(mesh, same_on_all):
     result = optimizer.optimize(task, progress=False)
     assert result.stop_reason == "tolerance" and 1 < result.steps < 500
     assert same_on_all((result.steps, optimizer.gradient_norm)) and same_on_all(result.parameters)
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("mode", ["skip", "raise"])
+def test_ranks_of_a_node_leave_a_step_out_together(mesh, mode):
+    """Where the loss of one is NaN, and its gradient is not."""
+    if mesh.size % 2:
+        pytest.skip("no two ranks for each node")
+
+    def function(parameters, samples, gradients):
+        loss = least_squares(parameters, samples, gradients)
+        return np.nan if mesh.rank == 1 and len(taken) == 1 else loss
+
+    taken = []
+    optimizer = LocalSGDOptimizer(ADAMW, settings(mesh, hierarchical=2, nonfinite_gradients=mode), 3)
+    task = mpishard.OptimizationProblem(function, np.zeros(5), 37, batch_size=16, steps=3)
+    raises = pytest.raises(FloatingPointError, match="step 2: nan of samples .* rank 1")
+    with raises if mode == "raise" else contextlib.nullcontext():
+        optimizer.optimize(task, progress=False, callback=lambda state: taken.append(optimizer.steps))
+    assert taken[:2] == ([1, 1] if mesh.rank < 2 else [1, 2])
 
 
 def test_a_run_goes_on_in_another_layout(mesh, folder):

@@ -251,6 +251,36 @@ def test_what_is_written_to_parameters_is_what_steps(mesh, zero):
     assert not torch.equal(before["second.weight"], before["second.weight"].bfloat16().float())
 
 
+@pytest.mark.parametrize("zero", [0, 2])
+def test_averages_take_the_place_of_parameters_of_another_dtype(mesh, zero):
+    """Also where a save rounds them, and then the run goes on with what they were."""
+    module, rule = make("mixed"), mpishard.AdamW(lr=1e-2, ema_decay=0.5)
+    optimizer = mpishard.torch.as_distributed(module, mesh, rule, zero=zero)
+    take_steps(mesh, module, optimizer, range(3))
+    before, masters = {name: p.detach().clone() for name, p in module.named_parameters()}, masters_of(optimizer)
+    with optimizer.optimizer.averaged_parameters():
+        averages = masters_of(optimizer)
+        for name, p in module.named_parameters():
+            assert torch.equal(p, averages[name].to(p.dtype))
+        assert not torch.equal(module.first.weight, before["first.weight"])
+        optimizer.optimizer.state.consolidate()
+    for name, p in module.named_parameters():
+        assert torch.equal(p, before[name]) and torch.equal(masters_of(optimizer)[name], masters[name])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_average_after_which_all_raise_is_in_the_parameters(mesh, same_on_all):
+    module, local = make("bfloat16"), mpishard.LocalSGDOptimizer(RULE, mesh, sync_every=2)
+    optimizer = mpishard.torch.as_distributed(module, mesh, local)
+    take_steps(mesh, module, optimizer, [0])
+    (loss_of(module, 1, mesh.rank, mesh.size) * (np.nan if mesh.rank == 0 else 1.0)).backward()
+    with pytest.raises(FloatingPointError, match="on rank 0"):
+        optimizer.step()
+    assert same_on_all(optimizer.parameters.flat)
+    masters = masters_of(optimizer)
+    assert all(torch.equal(p, masters[name].to(p.dtype)) for name, p in module.named_parameters())
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_gradients_add_up_and_are_clipped_in_the_dtype_of_masters(mesh, zero):
     module, theirs = make("bfloat16"), make("bfloat16").float()

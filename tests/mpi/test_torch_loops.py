@@ -612,6 +612,53 @@ def test_a_rank_without_a_pass_is_refused_unless_a_count_divides(mesh, zero):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_a_count_that_ranks_have_summed_divides_as_a_number(mesh):
+    """A number of NumPy or PyTorch, also where a rank has run out and takes that of the others."""
+    found = []
+    for count in (4, np.int64(4), torch.tensor(4)):
+        module = doubles()
+        optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1))
+        with mpishard.torch.join(optimizer):
+            for step in range(2 - (mesh.rank == 0)):
+                backward(mesh, module, step)
+                optimizer.step(count=count)
+        found.append(optimizer.parameters.flat.copy())
+    assert np.array_equal(found, [found[0]] * 3)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_steps_that_only_add_come_to_one_along_their_mean(mesh, zero):
+    """With auto_sync_gradients=False, beside passes within no_sync."""
+    found = []
+    for auto in (True, False):
+        module, config = doubles(), ShardingConfiguration(mesh, auto_sync_gradients=auto)
+        optimizer = mpishard.torch.as_distributed(module, config, mpishard.SGD(lr=0.1), zero=zero)
+        for step in range(2):
+            with optimizer.no_sync() if auto and step == 0 else contextlib.nullcontext():
+                backward(mesh, module, step)
+            if not auto:
+                optimizer.step()
+        if auto:
+            optimizer.step(count=2 * mesh.size)
+        else:
+            optimizer.optimizer.synchronize_optimizer_state()
+        found.append(optimizer.parameters.gather())
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-12)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_worker_of_local_sgd_clips_its_own_gradient(mesh):
+    module, local = doubles(), LocalSGDOptimizer(mpishard.SGD(lr=0.1), mesh, sync_every=4)
+    optimizer = mpishard.torch.as_distributed(module, mesh, local)
+    backward(mesh, module, 0)
+    before = optimizer.parameters.flat.copy()
+    own = float(torch.cat([p.grad.reshape(-1) for p in module.parameters()]).norm())
+    assert float(optimizer.clip_grad_norm_(1e-3)) == pytest.approx(own, rel=1e-12)
+    optimizer.step()
+    assert np.linalg.norm(optimizer.parameters.flat - before) == pytest.approx(1e-4, rel=1e-2)
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_clipping_on_one_rank_is_refused_on_all(mesh, zero):
     module = doubles()
@@ -660,6 +707,21 @@ def test_gradients_that_one_rank_alone_changes_are_refused_on_all(comm, zero, de
             backward(mesh, module, 0)
             change(module, 0.5)
             optimizer.step()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("zero", [1, 0])
+def test_a_loop_may_replace_what_is_not_finite(mesh, zero):
+    """The NaN of one rank is in the mean on all, and the step takes what the loop has made of it there."""
+    module, (x, y) = doubles(), images()
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1), zero=zero)
+    before = optimizer.parameters.flat.copy()
+    loss = loss_of(module, x.double(), y, samples_of(mesh, 0))
+    (loss * (np.nan if mesh.rank == mesh.size - 1 else 1.0)).backward()
+    for p in module.parameters():
+        p.grad.nan_to_num_(2.0)
+    optimizer.step()
+    np.testing.assert_allclose(optimizer.parameters.flat, before - 0.2, rtol=0, atol=1e-12)
 
 
 @pytest.mark.mpi(min_size=2)

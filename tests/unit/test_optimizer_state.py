@@ -463,6 +463,8 @@ def test_groups_are_checked_where_a_rule_meets_parameters() -> None:
         optimizer.step(parameters, np.ones(3))
         with pytest.raises(ValueError, match="'weights' matches none"):
             optimizer.rule = wrong
+        with pytest.raises(ValueError, match="keeps momentum_buffer .*has nothing"):
+            optimizer.rule = SGD(lr=0.1, momentum=0.9)
         optimizer.rule = SGD(lr=0.1, groups=[ParameterGroup("param*", lr_factor=2)])
         optimizer.step(parameters, np.ones(3))
         np.testing.assert_allclose(parameters.flat, [-0.3] * 3)

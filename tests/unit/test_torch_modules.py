@@ -533,6 +533,24 @@ def test_gradients_of_another_dtype_wait_for_the_error_of_the_step():
             optimizer.step()
 
 
+class NormWithActivation(torch.nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_no_batch_norm_loses_what_it_computes_or_keeps_to_its_rank():
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        made = torch.nn.Sequential(torch.nn.BatchNorm1d(3), NormWithActivation(3))
+        with pytest.raises(ValueError, match="'1' is a NormWithActivation"):
+            mpishard.torch.convert_sync_batchnorm(made, mesh)
+        assert type(made[0]) is torch.nn.BatchNorm1d
+        made[1] = made[0]
+        made.add_module("none", None)
+        norms = mpishard.torch.convert_sync_batchnorm(made, mesh)
+        assert [type(norm).__name__ for norm in norms] == ["_OverRanks", "_OverRanks", "NoneType"]
+        assert len(list(norms.parameters())) == 2
+
+
 class ThreeRanks:
     """The axis of rank 0 of three with equal values, but for what is added to those of the others."""
 
