@@ -110,7 +110,8 @@ def arrival(comm: MPI.Intracomm, limit: float | None) -> contextlib.ExitStack:
     )
 
     def say() -> None:
-        sys.stderr.write(f"{text}; the job ends after {seconds:.0f} s\n")
+        with contextlib.suppress(OSError):  # an error in this thread would end the job
+            sys.stderr.write(f"{text}; the job ends after {seconds:.0f} s\n")
 
     # One after the other, so that the first one ends the job for all.
     timers = [threading.Timer(seconds + min(comm.rank, 5), abort, [f"{text}; the job ends after {seconds:.0f} s"])]

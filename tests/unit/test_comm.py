@@ -124,6 +124,12 @@ os._exit(0)
     assert codes == [0 if MPI.get_vendor()[0] == "Open MPI" else 1, 0]
 
 
+@pytest.mark.parametrize("stderr", ["open('/dev/full', 'w')", "None"])
+def test_a_rank_ends_also_where_its_error_cannot_be_printed(stderr):
+    script = f"import sys; from mpishard.comm.abort import die; sys.stderr = {stderr}; die('it has failed')"
+    assert python(script).returncode == -signal.SIGKILL
+
+
 # Errors of the user's code that wait until all ranks can raise them; and what a run that has failed leaves.
 
 
