@@ -15,6 +15,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -498,6 +499,20 @@ def test_what_ctrl_c_does_is_said_each_time(tmp_path, capsys, begun):
     assert ends and len(sent) == begun
     again = "Ctrl-C again: the ranks are killed, and save nothing more"
     assert (again if begun else "Ctrl-C before the ranks have begun: they are killed") in said
+
+
+def test_what_the_supervisor_cannot_read_or_write_for_a_while_ends_no_job(tmp_path, monkeypatch):
+    """The notes on a shared disk, and stderr; it goes on until the job is stuck."""
+    monkeypatch.setattr("mpishard.launch.supervisor._LOOK_S", 0.0)
+    supervisor = Supervisor(Job(("true",), ranks=1, launcher="true"))
+    look = Mock(side_effect=[OSError(errno.ESTALE, "Stale file handle"), "it is stuck"])
+    monitor = SimpleNamespace(look=look, started=False, has_ended=False, step=0)
+    process = SimpleNamespace(pid=os.getpid(), poll=lambda: None)
+    start = restart_policy.Start(1, (), restart_policy.JobHistory(1, 1))
+    folder = JobNotes.create(tmp_path / "run")
+    monkeypatch.setattr(sys, "stderr", Mock(write=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))))
+    assert supervisor._watch(process, start, folder, monitor, 0.0) == set()
+    assert look.call_count == 2
 
 
 def test_the_supervisor_never_loads_mpi():
