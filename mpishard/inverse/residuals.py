@@ -373,8 +373,9 @@ class _Linearized:
 
     def __init__(self, f: Array, jacobian: Any, loss: Loss) -> None:
         self.f = f
-        self.jacobian = jacobian
-        self.rows = OwnRows(jacobian, "the Jacobian")
+        # A copy: the user may write the next one into the same array.
+        self.jacobian = jacobian if is_operator(jacobian) else jacobian.copy()
+        self.rows = OwnRows(self.jacobian, "the Jacobian")
         self.of_gradient, self.of_hessian = loss.weights(f)
 
 

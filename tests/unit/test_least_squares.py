@@ -173,6 +173,20 @@ def test_differences_stay_in_the_bounds(jac, limits):
     assert found.cost == pytest.approx(peer.cost, rel=1e-6, abs=1e-12) and abs(found.nfev - peer.nfev) <= 2
 
 
+def test_a_jacobian_that_is_written_into_one_array():
+    """The point to which a refused step goes back keeps its own; so does the result."""
+    matrix = np.empty((2, 2))
+
+    def jacobian(x):
+        matrix[:] = [[-20 * x[0], 10], [-1, 0]]
+        return matrix
+
+    found = least_squares(rosenbrock, [-1.2, 1.0], jacobian, tr_solver="cg")
+    expected = least_squares(rosenbrock, [-1.2, 1.0], lambda x: jacobian(x).copy(), tr_solver="cg")
+    assert np.array_equal(found.x, expected.x) and found.nfev == expected.nfev > expected.nit + 1
+    assert np.array_equal(found.jac, expected.jac)
+
+
 def tridiagonal(x):
     """Broyden's function, each residual of which has three unknowns at most."""
     return (3 - x) * x + 1 - np.append(0, x[:-1]) - 2 * np.append(x[1:], 0)
