@@ -254,7 +254,7 @@ class _SavedResults:
 
     def _note(self, number: int) -> Any:
         try:
-            return read_note(self._path(number))
+            return read_note(self._path(number), most=None)
         except ValueError as error:
             raise ValueError(f"{error}; {_REMOVE}") from None
 

@@ -17,8 +17,10 @@ import pytest
 import mpishard
 from mpishard import SmoothedTotalVariation, Tikhonov
 from mpishard.backend.random import uniform_in_box
+from mpishard.inverse.ensemble import _SavedResults
 from mpishard.inverse.regularization import RegularizationTerm
 from mpishard.inverse.time_steps import backward_in_time
+from mpishard.io.files import LARGEST_NOTE
 
 # The Taylor test passes right gradients and no wrong ones, and says what is wrong; so does the dot-product test.
 
@@ -713,3 +715,14 @@ def test_a_picture_of_a_curve_without_matplotlib(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("mpishard.lazy.import_module", absent)
     with pytest.raises(ModuleNotFoundError, match=r"L-curve needs the package matplotlib.*mpishard\[cli\]"):
         find(WEIGHTS, *hyperbola(WEIGHTS), plot=tmp_path / "curve.png")
+
+
+# The results of `map_runs` in a folder.
+
+
+@pytest.mark.full
+def test_a_result_that_is_larger_than_a_note_is_read_again(tmp_path: Path) -> None:
+    saved, value = _SavedResults(tmp_path, ["large"]), np.ones(LARGEST_NOTE * 3 // 4 + 3, bool)  # 4 characters for 3
+    saved.save(0, value)
+    assert (tmp_path / "case-0.json").stat().st_size > LARGEST_NOTE
+    assert np.array_equal(saved.open(resume=True)[0], value)
