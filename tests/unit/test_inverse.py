@@ -1,4 +1,4 @@
-"""Gradient checks, terms on grids, and the adjoint of time steps."""
+"""Gradient checks, terms on grids, the adjoint of time steps, and the results of many runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -726,3 +727,20 @@ def test_a_result_that_is_larger_than_a_note_is_read_again(tmp_path: Path) -> No
     saved.save(0, value)
     assert (tmp_path / "case-0.json").stat().st_size > LARGEST_NOTE
     assert np.array_equal(saved.open(resume=True)[0], value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.ma.masked_less(np.arange(3.0), 1), np.zeros(2, [("x", "f8"), ("n", "i4")]), np.zeros(2, ml_dtypes.bfloat16)],
+    ids=["mask", "fields", "bfloat16"],
+)
+def test_an_array_whose_bytes_do_not_tell_all_is_not_saved(value: Array, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=rf"it has a {type(value).__name__} of .*, but a saved result"):
+        _SavedResults(tmp_path, [1.0]).save(0, value)
+
+
+@pytest.mark.parametrize("cases", [[1 + 2j, 2 + 2j], [Path("a.h5"), Path("b.h5")], [(b"a",), (b"b",)]], ids=str)
+def test_the_result_of_one_case_is_not_taken_for_that_of_another(cases: list[Any], tmp_path: Path) -> None:
+    _SavedResults(tmp_path, cases).save(0, "of the first")
+    with pytest.raises(ValueError, match=r"another case for cases\[0\]"):
+        _SavedResults(tmp_path, cases[::-1]).open(resume=True)
