@@ -414,8 +414,8 @@ def test_a_start_that_is_a_tree():
     for name in ("x", "grad", "active_mask"):
         assert np.array_equal([found[name]["offset"], *found[name]["decay"]], expected[name])
     assert found.nfev == expected.nfev and seen[-1]["decay"].shape == (2,)
-    for solver in ("exact", "cg"):
-        found = least_squares(residuals, start, blocks, tr_solver=solver)
+    for jac, solver in ((blocks, "exact"), (blocks, "cg"), ("cs", "exact")):
+        found = least_squares(residuals, start, jac, tr_solver=solver)
         assert np.allclose([found.x["offset"], *found.x["decay"]], [0.5, 2, 0.7], atol=1e-6)
     with pytest.raises(ValueError, match="jac of .decay. .*50,.*fun returned 50 numbers.*return .50,"):
         least_squares(residuals, start, lambda x: {**blocks(x), "decay": np.ones(50)})
