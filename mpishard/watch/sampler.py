@@ -103,7 +103,7 @@ class Sampler(threading.Thread):
         if min(self.waited(), time.time() - asked) > self._patience and self.waits():
             write_note(self._request, None)
             asked = time_of(self._request)
-        if asked > self._asked:
+        if asked != self._asked:  # not later, either, if the clock was set back
             self._asked = asked
             self.write(self.answer())
 

@@ -682,6 +682,21 @@ def test_a_rank_does_not_answer_after_the_report(tmp_path: Path, monkeypatch) ->
     assert ended == [False] and not watcher.path.exists()
 
 
+def test_a_rank_answers_where_the_clock_was_set_back(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", faulthandler.dump_traceback_later)  # restored at the end
+    (tmp_path / PROCESSES).mkdir()
+    write_note(tmp_path / REQUEST, None)
+    os.utime(tmp_path / REQUEST, (time.time() + 3600,) * 2)
+    watcher = Watcher(tmp_path, Launch("MPICH", "", 1, 2), None, limit=None)
+    watcher.watch()
+    watcher.end()
+    watcher.path.unlink()
+    write_note(tmp_path / REQUEST, None)
+    watcher.look()
+    faulthandler.cancel_dump_traceback_later()
+    assert watcher.path.exists()
+
+
 def test_a_rank_without_a_place_ends_the_job(tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "file").touch()
     aborted = []
