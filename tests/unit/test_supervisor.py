@@ -453,6 +453,19 @@ def test_a_child_of_a_rank_that_ends_meanwhile_is_no_rank():
     assert offspring.ranks_gone == 0
 
 
+def test_a_process_that_a_rank_starts_reports_nothing(tmp_path):
+    """Such as a command of mpishard: its end is not that of the run."""
+    folder = JobNotes.create(tmp_path / "run")
+    script = """
+import subprocess, sys, mpishard
+from mpishard.launch.job_notes import JobNotes
+subprocess.run([sys.executable, "-c", "import mpishard"], check=True)
+assert JobNotes.from_environment().notes.ended is None
+"""
+    python("-c", script, **folder.environment())
+    assert folder.notes.ended == Ended(0)
+
+
 def test_a_rank_that_nobody_can_end_ends_itself(tmp_path):
     """With the launcher's daemon, once its start is over; another parent is left alone."""
     folder = JobNotes.create(tmp_path / "run")
