@@ -306,8 +306,9 @@ def _end_with_others(message: str, code: int) -> NoReturn:
 def _print(message: str) -> None:
     if not message:
         return
-    sys.stderr.write(message if message.endswith("\n") else message + "\n")
-    sys.stderr.flush()
+    with contextlib.suppress(Exception):  # of a full disk, or of a stream that is closed or none: the job must end
+        sys.stderr.write(message if message.endswith("\n") else message + "\n")
+        sys.stderr.flush()
     time.sleep(_FLUSH_S)  # launchers drop the output still in the pipe when the job is aborted
 
 

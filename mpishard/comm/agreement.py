@@ -11,7 +11,8 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from numbers import Real
+from numbers import Number
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -157,7 +158,7 @@ def text_of(value: Any) -> str:
         return value.name
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    if value is None or isinstance(value, bool | Real | str):
+    if value is None or isinstance(value, Number | str | bytes | PurePath):
         return str(value)
     if isinstance(value, tuple | list):
         return f"({', '.join(map(text_of, value))})"

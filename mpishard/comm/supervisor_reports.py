@@ -31,7 +31,7 @@ def watch_script() -> None:
 
     Importing mpishard calls this. An atexit function registered before that runs after the end has been reported.
     """
-    run = JobNotes.from_environment()
+    run = JobNotes.to_report()
     if run is not None:
         Reports.this = Reports(run)
 

@@ -104,16 +104,18 @@ def arrival(comm: MPI.Intracomm, limit: float | None) -> contextlib.ExitStack:
         return context
     frame, limits = sys._getframe(users_level() - 1), TimeLimit(limit)
     seconds = max(limits.seconds, _ARRIVAL_LEAST_S)
+    last = min(seconds + min(comm.rank, 5), threading.TIMEOUT_MAX)  # a limit may be infinite
     text = (
         f"mpishard: Mesh() at {Path(frame.f_code.co_filename).name}:{frame.f_lineno} waits for other ranks: all "
         f"{comm.size} of its communicator make it; a rank in Mesh(MPI.COMM_SELF), or that ends its script, does not"
     )
 
     def say() -> None:
-        sys.stderr.write(f"{text}; the job ends after {seconds:.0f} s\n")
+        with contextlib.suppress(OSError):  # an error in this thread would end the job
+            sys.stderr.write(f"{text}; the job ends after {seconds:.0f} s\n")
 
     # One after the other, so that the first one ends the job for all.
-    timers = [threading.Timer(seconds + min(comm.rank, 5), abort, [f"{text}; the job ends after {seconds:.0f} s"])]
+    timers = [threading.Timer(last, abort, [f"{text}; the job ends after {seconds:.0f} s"])]
     if comm.rank < 2:  # one of them may be the one that is missing
         timers.append(threading.Timer(_ARRIVAL_SAID_S, say))
     for timer in timers:

@@ -254,7 +254,7 @@ class _SavedResults:
 
     def _note(self, number: int) -> Any:
         try:
-            return read_note(self._path(number))
+            return read_note(self._path(number), most=None)
         except ValueError as error:
             raise ValueError(f"{error}; {_REMOVE}") from None
 
@@ -295,17 +295,20 @@ def _encoded(value: Any) -> Any:
         return value
     if type(value) is complex:
         return {"complex": [value.real, value.imag]}
-    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+    is_array = type(value) in (np.ndarray, np.memmap)  # others have more than their bytes, such as a mask or a unit
+    # The text of a dtype with fields, or of bfloat16, says less than it.
+    if (is_array or isinstance(value, np.generic)) and not value.dtype.hasobject and value.dtype == value.dtype.str:
         content = base64.b64encode(value.tobytes()).decode()
-        return {"array" if isinstance(value, np.ndarray) else "scalar": [value.dtype.str, list(value.shape), content]}
+        return {"array" if is_array else "scalar": [value.dtype.str, list(value.shape), content]}
     if type(value) in (list, tuple):
         return {type(value).__name__: [_encoded(each) for each in value]}
     if (type(value) is dict or isinstance(value, OptimizeResult)) and all(isinstance(name, str) for name in value):
         kind = "dict" if type(value) is dict else "OptimizeResult"
         return {kind: [[name, _encoded(each)] for name, each in value.items()]}
+    of = f" of {value.dtype}" if hasattr(value, "dtype") else ""
     raise TypeError(
-        f"it has a {type(value).__name__}, but a saved result consists of None, numbers, strings, arrays, and lists, "
-        "tuples, dictionaries with names and OptimizeResult of these"
+        f"it has a {type(value).__name__}{of}, but a saved result consists of None, numbers, strings, arrays, and "
+        "lists, tuples, dictionaries with names and OptimizeResult of these"
     )
 
 

@@ -208,7 +208,7 @@ class Hessian:
             )
         if hasattr(found, "matvec") and not hasattr(found, "tocsr"):
             return lambda vector: arrays.as_array(found.matvec(vector)).reshape(-1)
-        return product_with(found, flat)
+        return product_with(found.copy(), flat)  # the user may write the next one into the same array
 
 
 def digits_of(vector: Any) -> int:

@@ -238,7 +238,7 @@ class ResidualFunctions:
         if self._jac == "cs":
             point = x.astype(np.complex128)
             point[columns] += abs(steps[columns]) * 1j
-            values = np.asarray(self._fun(point, *samples, *self._args, **self._kwargs))
+            values = np.asarray(self._fun(self._like_x0(point), *samples, *self._args, **self._kwargs))
             return np.zeros_like(f), [values.reshape(-1).imag], [[step] for step in abs(steps[columns]).tolist()]
         here = x[columns]
         room = steps[columns], here - self._lower[columns], self._upper[columns] - here
@@ -373,8 +373,9 @@ class _Linearized:
 
     def __init__(self, f: Array, jacobian: Any, loss: Loss) -> None:
         self.f = f
-        self.jacobian = jacobian
-        self.rows = OwnRows(jacobian, "the Jacobian")
+        # A copy: the user may write the next one into the same array.
+        self.jacobian = jacobian if is_operator(jacobian) else jacobian.copy()
+        self.rows = OwnRows(self.jacobian, "the Jacobian")
         self.of_gradient, self.of_hessian = loss.weights(f)
 
 

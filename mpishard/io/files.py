@@ -74,7 +74,7 @@ def _open_regular(path: Path | str, flags: int, mode: int = 0, folder: int | Non
     raise OSError(code, f"it is a {kind}, but must be a regular file", str(path))
 
 
-def read(path: Path | str, most: int = LARGEST_NOTE, *, folder: int | None = None, links: bool = True) -> bytes:
+def read(path: Path | str, most: int | None = LARGEST_NOTE, *, folder: int | None = None, links: bool = True) -> bytes:
     """The content of a regular file; OSError as `open_to_read`."""
     with os.fdopen(open_to_read(path, most, folder=folder, links=links), "rb") as file:
         return file.read(most)
@@ -199,14 +199,14 @@ def write_note(path: Path, content: Any, *, private: bool = False) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def read_note(path: Path, *, private: bool = False) -> Any:
+def read_note(path: Path, *, private: bool = False, most: int | None = LARGEST_NOTE) -> Any:
     """The content of a file; None if it does not exist, ValueError if it is not JSON.
 
-    NotPrivateError if the folder must be private to the owner and is not.
+    OSError if it has more than `most` bytes. NotPrivateError if the folder must be private to the owner and is not.
     """
     try:
         with opened(path.parent, private=private) as folder:
-            data = read(path, folder=folder, links=False)
+            data = read(path, most, folder=folder, links=False)
     except FileNotFoundError:
         return None
     try:

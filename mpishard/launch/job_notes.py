@@ -18,6 +18,8 @@ from mpishard.io.files import read_note, remove_notes, write_note
 E = TypeVar("E", bound=BaseException)
 
 _FOLDER, _ATTEMPT, _FIRST = "MPISHARD_RUN", "MPISHARD_ATTEMPT", "MPISHARD_FIRST_ATTEMPT"
+# The number of the process that reports.  Those that it starts inherit the variable, and report nothing.
+_REPORTER = "MPISHARD_REPORTER"
 # An attribute of errors that a process raises because another one has failed.
 ECHO = "mpishard_echo"
 # An attribute of errors that all ranks of a communicator raise equally, after an exchange: the number of these ranks.
@@ -138,9 +140,18 @@ class JobNotes:
             return None
         return cls(Path(path), int(attempt), int(first if first.isdigit() else attempt))
 
+    @classmethod
+    def to_report(cls) -> JobNotes | None:
+        """As `from_environment`; None in a process that one of the job has started, whose end is not the job's."""
+        run, own = cls.from_environment(), str(os.getpid())
+        if run is None or (os.environ.get(_REPORTER) or own) != own:
+            return None
+        os.environ[_REPORTER] = own
+        return run
+
     def environment(self) -> dict[str, str]:
-        """The variables that `from_environment` reads."""
-        return {_FOLDER: str(self.path), _ATTEMPT: str(self.attempt), _FIRST: str(self.first)}
+        """The variables that `from_environment` and `to_report` read."""
+        return {_FOLDER: str(self.path), _ATTEMPT: str(self.attempt), _FIRST: str(self.first), _REPORTER: ""}
 
     def note_started(self) -> None:
         """Note that a process of the job runs the script."""

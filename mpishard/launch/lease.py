@@ -194,10 +194,11 @@ class FolderLease:
                 return not lives
         with contextlib.suppress(FileNotFoundError):
             first = self._last_beat()
-            if self._now() - first < _DEAD_S:
+            begun = min(first, self._now())  # the clock may have been set back since
+            if self._now() - begun < _DEAD_S:
                 who = "another run" if found is None else str(found)
                 log.inform(f"waits at most {_DEAD_S:g} s for a sign of life of {who}, which has used {self.folder}")
-            while self._now() - first < _DEAD_S:
+            while self._now() - begun < _DEAD_S:
                 time.sleep(_POLL_S)
                 if self._last_beat() != first:
                     return False

@@ -207,7 +207,9 @@ class Supervisor:
                 looked = now
                 self._leftovers.look()
                 offspring.look(monitor.started)
-                reason = monitor.look(offspring.ranks_gone)
+                reason = ""
+                with contextlib.suppress(OSError):  # a shared disk may fail for a while
+                    reason = monitor.look(offspring.ranks_gone)
                 if awaited and monitor.step:
                     awaited = False
                     self._say(f"step {monitor.step}, {now - ended:.2f} s after the end; step {step} was seen before it")
@@ -275,7 +277,8 @@ class Supervisor:
                 self._say(f"processes {sorted(left)} could not be killed")
 
     def _say(self, text: str) -> None:
-        print(f"mpishard run: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a full disk, or a terminal that is gone, does not end the job
+            print(f"mpishard run: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

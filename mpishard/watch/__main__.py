@@ -20,7 +20,7 @@ from mpishard.launch.worker import Script
 from mpishard.watch.calls import loaded_mpi
 from mpishard.watch.folder import FOLDER, begin
 from mpishard.watch.guard import GUARD, guard, start_guard
-from mpishard.watch.sampler import PROCESSES, Watcher, running_mpi
+from mpishard.watch.sampler import PROCESSES, Watcher, running_mpi, say
 
 _ALONE = Launch("no launcher", "", 0, 1)
 
@@ -51,13 +51,13 @@ def main() -> None:
     except OSError as error:
         text = f"{error.filename}: {error.strerror}; give --folder a place that all ranks can write to"
         if launch.ranks > 1:  # others may have a place, and wait in MPI_Init for this rank
-            print(f"{parser.prog}: error: {text}", file=sys.stderr, flush=True)
+            say(f"{parser.prog}: error: {text}")
             _abort()
         parser.error(text)
     if launch.rank == 0:
         if given.timeout is not None:
             start_guard(folder, given.timeout)
-        print(f"mpishard: if the job hangs: mpishard why {folder}", file=sys.stderr, flush=True)
+        say(f"mpishard: if the job hangs: mpishard why {folder}")
     script = Script.this = Script()
     atexit.register(_end, watcher, notes, script)
     sys.excepthook = _Failure(watcher)
@@ -93,7 +93,6 @@ class _Failure:
             import_module("mpishard")  # in a rank this makes an uncaught exception end the job
         sys.excepthook(kind, error, trace)
         if is_rank and not (mpi is not None and mpi.Is_initialized()):
-            sys.stderr.flush()
             _abort()
 
 
@@ -105,7 +104,7 @@ def _name_unreceived() -> None:
     comm, status = mpi.COMM_WORLD, mpi.Status()
     if comm.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG, status):
         sent = f"what rank {status.source} has sent with tag {status.tag}"
-        print(f"mpishard: rank {comm.rank} ends without receiving {sent}", file=sys.stderr, flush=True)
+        say(f"mpishard: rank {comm.rank} ends without receiving {sent}")
 
 
 def _abort() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from mpishard.launch.job_notes import Failure, JobNotes
 from mpishard.watch.diagnosis import report
 from mpishard.watch.folder import ask, end_job, read_folder
-from mpishard.watch.sampler import RUNS, WAITS
+from mpishard.watch.sampler import RUNS, WAITS, say
 
 GUARD = "--guard"
 # It reads the files of all ranks again after this part of the time limit, and after these least and most seconds.
@@ -50,11 +50,11 @@ def guard(folder: Path, limit: float) -> int:
         if max(waits, default=0.0) <= limit:
             continue
         text = "\n".join(report(asked.answers, asked.absent, asked.ranks))
-        print(f"mpishard: a rank has waited longer than {limit:g} s (--timeout); the job ends\n{text}", file=sys.stderr)
-        sys.stderr.flush()
+        say(f"mpishard: a rank has waited longer than {limit:g} s (--timeout); the job ends\n{text}")
         time.sleep(0.2)  # launchers drop output that is still in the pipe when the job is aborted
-        if (notes := JobNotes.from_environment()) is not None:
-            notes.note_failure(Failure("TimeoutError", text.splitlines()[-1], "a call of MPI", 0))
+        with contextlib.suppress(OSError):
+            if (notes := JobNotes.from_environment()) is not None:
+                notes.note_failure(Failure("TimeoutError", text.splitlines()[-1], "a call of MPI", 0))
         with contextlib.suppress(OSError):
             end_job(folder, asked)
         # The ranks abort the job, unless all are in calls that keep Python's lock.

@@ -103,7 +103,7 @@ class Sampler(threading.Thread):
         if min(self.waited(), time.time() - asked) > self._patience and self.waits():
             write_note(self._request, None)
             asked = time_of(self._request)
-        if asked > self._asked:
+        if asked != self._asked:  # not later, either, if the clock was set back
             self._asked = asked
             self.write(self.answer())
 
@@ -224,12 +224,10 @@ class Watcher(Sampler):
         """End the job after the time limit, and say of this rank alone where it is: the others cannot be asked."""
         answer = self.answer()
         frame = next((each for each in answer["stack"] if each["own"]), {"file": "?", "line": 0, "text": ""})
-        print(
+        say(
             f"mpishard: rank {answer['rank']} has waited longer than {limit:g} s (--timeout) in {answer['call']['op']} "
             f"at {frame['file']}:{frame['line']}  {frame['text']}\n"
-            f"mpishard: the other ranks cannot be asked, as {self.folder} cannot be used; the job ends",
-            file=sys.stderr,
-            flush=True,
+            f"mpishard: the other ranks cannot be asked, as {self.folder} cannot be used; the job ends"
         )
         self._end_job()
         os._exit(1)
@@ -255,6 +253,12 @@ def running_mpi() -> Any:
     """The module mpi4py.MPI between MPI_Init and MPI_Finalize; else None."""
     mpi = loaded_mpi()
     return mpi if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
+
+
+def say(text: str) -> None:
+    """Write to stderr; a full disk, or a terminal that is gone, must not keep the job from going on or from its end."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def is_runner(file: str) -> bool:

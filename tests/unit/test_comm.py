@@ -12,6 +12,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,7 +28,7 @@ from mpishard.comm.agreement import DeferredError
 from mpishard.comm.axis import Axis, allgather_values
 from mpishard.comm.errors import ErrorForOthers
 from mpishard.comm.ledger import Call, Ledger, users_level
-from mpishard.comm.watchdog import TimeLimit
+from mpishard.comm.watchdog import TimeLimit, arrival
 from mpishard.elastic.loop import ElasticLoop
 from mpishard.minimizers.space import LocalSpace, Space
 
@@ -122,6 +125,12 @@ os._exit(0)
     codes = [python(script.format(dismissed=dismissed)).returncode for dismissed in (False, True)]
     # The launcher of Open MPI calls it a failure itself.
     assert codes == [0 if MPI.get_vendor()[0] == "Open MPI" else 1, 0]
+
+
+@pytest.mark.parametrize("stderr", ["open('/dev/full', 'w')", "None"])
+def test_a_rank_ends_also_where_its_error_cannot_be_printed(stderr):
+    script = f"import sys; from mpishard.comm.abort import die; sys.stderr = {stderr}; die('it has failed')"
+    assert python(script).returncode == -signal.SIGKILL
 
 
 # Errors of the user's code that wait until all ranks can raise them; and what a run that has failed leaves.
@@ -240,6 +249,14 @@ def test_the_limit_follows_the_steps(notes: list[tuple[int, float]], seconds: fl
     assert limit.seconds == seconds and limit.in_set_up == (seconds == 1800)
     assert ("10 times the longest step" in str(limit)) == (seconds != 1800)
     assert chosen.seconds == 7.5 and not chosen.in_set_up and "7.5 s" in str(chosen)
+
+
+@pytest.mark.parametrize("limit", [math.inf, 1e12])
+def test_a_limit_may_be_longer_than_a_timer_can_wait(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = Mock()
+    monkeypatch.setattr(threading, "Timer", timer)
+    with arrival(SimpleNamespace(size=2, rank=1), limit):
+        assert [call.args[0] for call in timer.call_args_list] == [threading.TIMEOUT_MAX, 15.0]
 
 
 def test_steps_that_were_over_before_the_first_look_end_the_set_up() -> None:

@@ -1,4 +1,4 @@
-"""Gradient checks, terms on grids, and the adjoint of time steps."""
+"""Gradient checks, terms on grids, the adjoint of time steps, and the results of many runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import mpishard
 from mpishard import SmoothedTotalVariation, Tikhonov
 from mpishard.backend.random import uniform_in_box
+from mpishard.inverse.ensemble import _SavedResults
 from mpishard.inverse.regularization import RegularizationTerm
 from mpishard.inverse.time_steps import backward_in_time
+from mpishard.io.files import LARGEST_NOTE
 
 # The Taylor test passes right gradients and no wrong ones, and says what is wrong; so does the dot-product test.
 
@@ -713,3 +716,31 @@ def test_a_picture_of_a_curve_without_matplotlib(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("mpishard.lazy.import_module", absent)
     with pytest.raises(ModuleNotFoundError, match=r"L-curve needs the package matplotlib.*mpishard\[cli\]"):
         find(WEIGHTS, *hyperbola(WEIGHTS), plot=tmp_path / "curve.png")
+
+
+# The results of `map_runs` in a folder.
+
+
+@pytest.mark.full
+def test_a_result_that_is_larger_than_a_note_is_read_again(tmp_path: Path) -> None:
+    saved, value = _SavedResults(tmp_path, ["large"]), np.ones(LARGEST_NOTE * 3 // 4 + 3, bool)  # 4 characters for 3
+    saved.save(0, value)
+    assert (tmp_path / "case-0.json").stat().st_size > LARGEST_NOTE
+    assert np.array_equal(saved.open(resume=True)[0], value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.ma.masked_less(np.arange(3.0), 1), np.zeros(2, [("x", "f8"), ("n", "i4")]), np.zeros(2, ml_dtypes.bfloat16)],
+    ids=["mask", "fields", "bfloat16"],
+)
+def test_an_array_whose_bytes_do_not_tell_all_is_not_saved(value: Array, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=rf"it has a {type(value).__name__} of .*, but a saved result"):
+        _SavedResults(tmp_path, [1.0]).save(0, value)
+
+
+@pytest.mark.parametrize("cases", [[1 + 2j, 2 + 2j], [Path("a.h5"), Path("b.h5")], [(b"a",), (b"b",)]], ids=str)
+def test_the_result_of_one_case_is_not_taken_for_that_of_another(cases: list[Any], tmp_path: Path) -> None:
+    _SavedResults(tmp_path, cases).save(0, "of the first")
+    with pytest.raises(ValueError, match=r"another case for cases\[0\]"):
+        _SavedResults(tmp_path, cases[::-1]).open(resume=True)

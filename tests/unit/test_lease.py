@@ -78,7 +78,10 @@ def test_an_earlier_start_of_the_job_is_over(tmp_path, environ, capfd, before, n
     assert "waits" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("age", "beats", "lives"), [(0, 3, True), (40, 0, False), (29, 0, False), (0, 0, False)])
+@pytest.mark.parametrize(
+    ("age", "beats", "lives"),
+    [(0, 3, True), (40, 0, False), (29, 0, False), (0, 0, False), (-3600, 0, False)],
+)
 def test_one_of_another_machine_lives_if_it_gives_signs_of_life(tmp_path, monkeypatch, age, beats, lives):
     write(tmp_path, of_elsewhere(job="17 of big"), age)
     waits = []
@@ -98,7 +101,7 @@ def test_one_of_another_machine_lives_if_it_gives_signs_of_life(tmp_path, monkey
             FolderLease.take(tmp_path)
     else:
         FolderLease.take(tmp_path).release()
-    assert bool(waits) == (age < 30)
+    assert (0 < len(waits) < 5) == (age < 30)  # also where the last sign is from a clock that was set back since
 
 
 def test_a_first_rank_succeeds_another_of_its_run(tmp_path):

@@ -173,6 +173,20 @@ def test_differences_stay_in_the_bounds(jac, limits):
     assert found.cost == pytest.approx(peer.cost, rel=1e-6, abs=1e-12) and abs(found.nfev - peer.nfev) <= 2
 
 
+def test_a_jacobian_that_is_written_into_one_array():
+    """The point to which a refused step goes back keeps its own; so does the result."""
+    matrix = np.empty((2, 2))
+
+    def jacobian(x):
+        matrix[:] = [[-20 * x[0], 10], [-1, 0]]
+        return matrix
+
+    found = least_squares(rosenbrock, [-1.2, 1.0], jacobian, tr_solver="cg")
+    expected = least_squares(rosenbrock, [-1.2, 1.0], lambda x: jacobian(x).copy(), tr_solver="cg")
+    assert np.array_equal(found.x, expected.x) and found.nfev == expected.nfev > expected.nit + 1
+    assert np.array_equal(found.jac, expected.jac)
+
+
 def tridiagonal(x):
     """Broyden's function, each residual of which has three unknowns at most."""
     return (3 - x) * x + 1 - np.append(0, x[:-1]) - 2 * np.append(x[1:], 0)
@@ -400,8 +414,8 @@ def test_a_start_that_is_a_tree():
     for name in ("x", "grad", "active_mask"):
         assert np.array_equal([found[name]["offset"], *found[name]["decay"]], expected[name])
     assert found.nfev == expected.nfev and seen[-1]["decay"].shape == (2,)
-    for solver in ("exact", "cg"):
-        found = least_squares(residuals, start, blocks, tr_solver=solver)
+    for jac, solver in ((blocks, "exact"), (blocks, "cg"), ("cs", "exact")):
+        found = least_squares(residuals, start, jac, tr_solver=solver)
         assert np.allclose([found.x["offset"], *found.x["decay"]], [0.5, 2, 0.7], atol=1e-6)
     with pytest.raises(ValueError, match="jac of .decay. .*50,.*fun returned 50 numbers.*return .50,"):
         least_squares(residuals, start, lambda x: {**blocks(x), "decay": np.ones(50)})

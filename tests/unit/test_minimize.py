@@ -589,6 +589,14 @@ def test_what_scipy_takes_in_other_forms():
     assert np.array_equal(both.x, by_matrix.x) and both.nit > 1
 
 
+def test_a_hessian_is_kept_where_its_array_is_written_again():
+    matrix, x = np.eye(2), np.ones(2)
+    hessian = Hessian(lambda x: matrix, ())
+    assert hessian.product(x, x).tolist() == [1, 1]
+    matrix[:] = 7  # as a function may do at a trial that is refused
+    assert hessian.product(x, x).tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("rows", [[[2.0, 1.0], [0.0, 3.0]], [[4.0]]], ids=["matrix", "number"])
 def test_a_hessian_on_a_device_multiplies_there(device, rows):
     """One number stands for a matrix of one row, as on the host."""

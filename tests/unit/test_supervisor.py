@@ -15,6 +15,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -452,6 +453,19 @@ def test_a_child_of_a_rank_that_ends_meanwhile_is_no_rank():
     assert offspring.ranks_gone == 0
 
 
+def test_a_process_that_a_rank_starts_reports_nothing(tmp_path):
+    """Such as a command of mpishard: its end is not that of the run."""
+    folder = JobNotes.create(tmp_path / "run")
+    script = """
+import subprocess, sys, mpishard
+from mpishard.launch.job_notes import JobNotes
+subprocess.run([sys.executable, "-c", "import mpishard"], check=True)
+assert JobNotes.from_environment().notes.ended is None
+"""
+    python("-c", script, **folder.environment())
+    assert folder.notes.ended == Ended(0)
+
+
 def test_a_rank_that_nobody_can_end_ends_itself(tmp_path):
     """With the launcher's daemon, once its start is over; another parent is left alone."""
     folder = JobNotes.create(tmp_path / "run")
@@ -498,6 +512,20 @@ def test_what_ctrl_c_does_is_said_each_time(tmp_path, capsys, begun):
     assert ends and len(sent) == begun
     again = "Ctrl-C again: the ranks are killed, and save nothing more"
     assert (again if begun else "Ctrl-C before the ranks have begun: they are killed") in said
+
+
+def test_what_the_supervisor_cannot_read_or_write_for_a_while_ends_no_job(tmp_path, monkeypatch):
+    """The notes on a shared disk, and stderr; it goes on until the job is stuck."""
+    monkeypatch.setattr("mpishard.launch.supervisor._LOOK_S", 0.0)
+    supervisor = Supervisor(Job(("true",), ranks=1, launcher="true"))
+    look = Mock(side_effect=[OSError(errno.ESTALE, "Stale file handle"), "it is stuck"])
+    monitor = SimpleNamespace(look=look, started=False, has_ended=False, step=0)
+    process = SimpleNamespace(pid=os.getpid(), poll=lambda: None)
+    start = restart_policy.Start(1, (), restart_policy.JobHistory(1, 1))
+    folder = JobNotes.create(tmp_path / "run")
+    monkeypatch.setattr(sys, "stderr", Mock(write=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))))
+    assert supervisor._watch(process, start, folder, monitor, 0.0) == set()
+    assert look.call_count == 2
 
 
 def test_the_supervisor_never_loads_mpi():

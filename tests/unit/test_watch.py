@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mpi4py import MPI
@@ -533,13 +534,17 @@ ALONE = {name: value for name, value in os.environ.items() if not name.startswit
 ALONE.pop("PYTHONSAFEPATH", None)  # of these tests: programs have their folder on the path
 
 
-def watched(program: str, folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def watched(
+    program: str, folder: Path, *options: str, stderr: Any = subprocess.PIPE, **environment: str
+) -> subprocess.CompletedProcess[str]:
     (folder / "program.py").write_text(program)
     name = ("-m", "program") if "-m" in options else ("program.py",)
     options = tuple(option for option in options if option != "-m")
     command = [sys.executable, "-m", "mpishard.watch", "--folder", "watch", *options, *name, "--flag", "x"]
     variables = ALONE | {"PYTHONPATH": PACKAGE} | environment
-    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=120, check=False
+    )
 
 
 def test_a_program_runs_as_it_does_alone(tmp_path: Path) -> None:
@@ -627,19 +632,29 @@ comm.allreduce(600)
     assert "rank 0: in allreduce of comm for" in done.stderr and "program.py:4 (<module>)  comm.allre" in done.stderr
 
 
-def test_a_wait_ends_where_the_folder_cannot_be_used(tmp_path: Path) -> None:
-    """As on a disk that fills: the rank itself ends the job, here without more patience than that of the guard."""
-    program = """
+PATIENCE = """
 import shutil, threading
 (thread,) = [each for each in threading.enumerate() if each.name == "mpishard-where"]
-type(thread).look.__globals__["_LATE_S"] = 0.0
-shutil.rmtree("watch")
+type(thread).look.__globals__["_LATE_S"] = {}
 """
-    done = watched(program + RECEIVES, tmp_path, "--timeout", "0.5")
+BY_GUARD, BY_RANK = PATIENCE.format(1e9), PATIENCE.format(0.0) + "shutil.rmtree('watch')"
+
+
+def test_a_wait_ends_where_the_folder_cannot_be_used(tmp_path: Path) -> None:
+    """As on a disk that fills: the rank itself ends the job, here without more patience than that of the guard."""
+    done = watched(BY_RANK + RECEIVES, tmp_path, "--timeout", "0.5")
     assert done.returncode == 1
     assert "rank 0 has waited longer than 0.5 s (--timeout) in Recv at" in done.stderr
     assert "comm.Recv(bytearray(8), source=0, tag=3)" in done.stderr and "cannot be asked" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("ends", [BY_GUARD, BY_RANK], ids=["guard", "rank"])
+def test_a_wait_ends_where_stderr_cannot_be_written(ends: str, tmp_path: Path) -> None:
+    """As a file on a full disk."""
+    with open("/dev/full", "w") as full:
+        done = watched(ends + RECEIVES, tmp_path, "--timeout", "0.5", stderr=full)
+    assert done.returncode == 1
 
 
 @pytest.mark.parametrize("words", [(), ("-m",), ("--timeout",), ("--timeout", "0", "program.py"), ("-c", "1")])
@@ -665,6 +680,21 @@ def test_a_rank_does_not_answer_after_the_report(tmp_path: Path, monkeypatch) ->
     watcher.look()
     faulthandler.cancel_dump_traceback_later()
     assert ended == [False] and not watcher.path.exists()
+
+
+def test_a_rank_answers_where_the_clock_was_set_back(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", faulthandler.dump_traceback_later)  # restored at the end
+    (tmp_path / PROCESSES).mkdir()
+    write_note(tmp_path / REQUEST, None)
+    os.utime(tmp_path / REQUEST, (time.time() + 3600,) * 2)
+    watcher = Watcher(tmp_path, Launch("MPICH", "", 1, 2), None, limit=None)
+    watcher.watch()
+    watcher.end()
+    watcher.path.unlink()
+    write_note(tmp_path / REQUEST, None)
+    watcher.look()
+    faulthandler.cancel_dump_traceback_later()
+    assert watcher.path.exists()
 
 
 def test_a_rank_without_a_place_ends_the_job(tmp_path: Path, monkeypatch, capsys) -> None:
