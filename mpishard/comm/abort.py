@@ -31,6 +31,7 @@ from mpi4py import MPI
 
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Ledger
+from mpishard.io.stderr import say
 from mpishard.launch.exit_codes import INTERRUPTED
 from mpishard.launch.job_notes import ON_ALL_RANKS
 from mpishard.launch.script import describe
@@ -306,9 +307,7 @@ def _end_with_others(message: str, code: int) -> NoReturn:
 def _print(message: str) -> None:
     if not message:
         return
-    with contextlib.suppress(Exception):  # of a full disk, or of a stream that is closed or none: the job must end
-        sys.stderr.write(message if message.endswith("\n") else message + "\n")
-        sys.stderr.flush()
+    say(message)
     time.sleep(_FLUSH_S)  # launchers drop the output still in the pipe when the job is aborted
 
 

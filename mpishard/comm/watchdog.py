@@ -22,6 +22,7 @@ from mpi4py import MPI
 from mpishard.comm.abort import FIRST_S, LAST_S, DeathMonitor, abort, dead_ranks, let_mpi_progress
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Call, Ledger, users_level
+from mpishard.io.stderr import say
 from mpishard.launch.script import innermost, main_frame
 
 # The default limits of a collective: seconds before the first step is over, when one rank may read data or compile
@@ -107,17 +108,14 @@ def arrival(comm: MPI.Intracomm, limit: float | None) -> contextlib.ExitStack:
     last = min(seconds + min(comm.rank, 5), threading.TIMEOUT_MAX)  # a limit may be infinite
     text = (
         f"mpishard: Mesh() at {Path(frame.f_code.co_filename).name}:{frame.f_lineno} waits for other ranks: all "
-        f"{comm.size} of its communicator make it; a rank in Mesh(MPI.COMM_SELF), or that ends its script, does not"
+        f"{comm.size} of its communicator make it; a rank in Mesh(MPI.COMM_SELF), or that ends its script, does not; "
+        f"the job ends after {seconds:.0f} s"
     )
 
-    def say() -> None:
-        with contextlib.suppress(OSError):  # an error in this thread would end the job
-            sys.stderr.write(f"{text}; the job ends after {seconds:.0f} s\n")
-
     # One after the other, so that the first one ends the job for all.
-    timers = [threading.Timer(last, abort, [f"{text}; the job ends after {seconds:.0f} s"])]
+    timers = [threading.Timer(last, abort, [text])]
     if comm.rank < 2:  # one of them may be the one that is missing
-        timers.append(threading.Timer(_ARRIVAL_SAID_S, say))
+        timers.append(threading.Timer(_ARRIVAL_SAID_S, say, [text]))
     for timer in timers:
         timer.daemon = True
         timer.start()

@@ -6,23 +6,17 @@ Handlers that a script adds to ``logging.getLogger("mpishard")`` before the firs
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import sys
 
 from mpishard.arguments import printable
+from mpishard.io.stderr import say
 
 LOGGER = logging.getLogger("mpishard")
 
 
 class _ToStderr(logging.Handler):
-    """Writes to the present `sys.stderr`, in one piece, so that lines of ranks do not mix."""
-
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone, of a file that is closed
-            text = "\n".join(map(printable, record.getMessage().split("\n")))
-            sys.stderr.write(f"mpishard: {text}\n")
-            sys.stderr.flush()
+        say("mpishard: " + "\n".join(map(printable, record.getMessage().split("\n"))))
 
 
 def inform(text: str) -> None:

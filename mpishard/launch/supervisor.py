@@ -14,7 +14,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from mpishard.io.files import NotPrivateError, opened
+from mpishard.io.stderr import say
 from mpishard.launch.exit_codes import exit_code
 from mpishard.launch.job_notes import JobNotes
 from mpishard.launch.launchers import (
@@ -277,8 +277,7 @@ class Supervisor:
                 self._say(f"processes {sorted(left)} could not be killed")
 
     def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk, or a terminal that is gone, does not end the job
-            print(f"mpishard run: {text}", file=sys.stderr, flush=True)
+        say(f"mpishard run: {text}")
 
 
 @contextlib.contextmanager

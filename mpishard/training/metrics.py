@@ -6,13 +6,14 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from mpishard.comm.axis import Axis
+from mpishard.io.stderr import say
 from mpishard.record import RunRecord
 from mpishard.record.reading import VALIDATION
 from mpishard.reduction.tree_sum import tree_sum
@@ -111,18 +112,11 @@ class ProgressBar:
         is_due = now - self._printed >= pause or self._done in (self._first + 1, self._total)
         if self._shows and not self._live and is_due:
             self._printed = now
-            self._print(note)
+            shown = {"unit": self._unit, "postfix": note, "ncols": 0, "initial": self._first}
+            say(tqdm.format_meter(self._done, self._total, now - self._began, **shown))
 
     def close(self) -> None:
         self._bar.close()
-
-    def _print(self, note: str) -> None:
-        elapsed = time.perf_counter() - self._began
-        line = tqdm.format_meter(
-            self._done, self._total, elapsed, unit=self._unit, postfix=note, ncols=0, initial=self._first
-        )
-        with suppress(OSError, ValueError):  # of a full disk, of a terminal that is gone, of a file that is closed
-            print(line, file=sys.stderr, flush=True)
 
 
 class StepReport:

@@ -14,13 +14,14 @@ from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 
+from mpishard.io.stderr import say
 from mpishard.launch.detection import Launch, launches, name_of_job
 from mpishard.launch.job_notes import Ended, JobNotes
 from mpishard.launch.worker import Script
 from mpishard.watch.calls import loaded_mpi
 from mpishard.watch.folder import FOLDER, begin
 from mpishard.watch.guard import GUARD, guard, start_guard
-from mpishard.watch.sampler import PROCESSES, Watcher, running_mpi, say
+from mpishard.watch.sampler import PROCESSES, Watcher, running_mpi
 
 _ALONE = Launch("no launcher", "", 0, 1)
 

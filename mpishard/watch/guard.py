@@ -14,10 +14,11 @@ import sys
 import time
 from pathlib import Path
 
+from mpishard.io.stderr import say
 from mpishard.launch.job_notes import Failure, JobNotes
 from mpishard.watch.diagnosis import report
 from mpishard.watch.folder import ask, end_job, read_folder
-from mpishard.watch.sampler import RUNS, WAITS, say
+from mpishard.watch.sampler import RUNS, WAITS
 
 GUARD = "--guard"
 # It reads the files of all ranks again after this part of the time limit, and after these least and most seconds.

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from mpishard.io.files import open_to_append, time_of, write_note
+from mpishard.io.stderr import say
 from mpishard.launch.detection import Launch
 from mpishard.launch.job_notes import JobNotes
 from mpishard.launch.script import NOT_USERS, main_frame
@@ -253,12 +254,6 @@ def running_mpi() -> Any:
     """The module mpi4py.MPI between MPI_Init and MPI_Finalize; else None."""
     mpi = loaded_mpi()
     return mpi if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
-
-
-def say(text: str) -> None:
-    """Write to stderr; a full disk, or a terminal that is gone, must not keep the job from going on or from its end."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def is_runner(file: str) -> bool:

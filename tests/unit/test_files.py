@@ -274,6 +274,9 @@ def test_a_script_takes_it(untouched: logging.Logger, capsys: pytest.CaptureFixt
 
 
 def test_a_closed_stderr_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one that is none, as of a process without a terminal."""
     with open("/dev/null", "w") as file:
         monkeypatch.setattr("sys.stderr", file)
+    log.inform("to nobody")
+    monkeypatch.setattr("sys.stderr", None)
     log.inform("to nobody")
