@@ -240,8 +240,11 @@ class RegularizationTerm(ABC):
             smallest, largest = _range(array)
             if name == "reference" and not -np.inf < smallest <= largest < np.inf:
                 raise ValueError(f"{kind}: reference is from {smallest:g} to {largest:g}, and must be finite")
-            if name == "mask" and not 0 <= smallest <= largest <= 1:
-                raise ValueError(f"{kind}: mask is from {smallest:g} to {largest:g}, and must be of True and False")
+            if name == "mask" and not ((array == 0) | (array == 1)).all():
+                raise ValueError(
+                    f"{kind}: mask is from {smallest:g} to {largest:g}, and must be of True and False; weight takes "
+                    "the factors of cells"
+                )
 
 
 class _Cells:

@@ -159,6 +159,12 @@ class _Field(TermOfArray):
         own = box_shape(self._box)
         self._weight = field.values("weight", term.weight, 0.0).reshape(own)
         self._mask = None if term.mask is None else field.values("mask", term.mask, 0.0, 1.0).reshape(own)
+        if self._mask is not None and (self._mask % 1).any():
+            odd = self._mask[self._mask % 1 > 0][0]
+            raise ValueError(
+                f"TotalVariation: mask has the value {odd:g}; it must be of True and False, and weight takes the "
+                "factors of cells"
+            )
         self._reference = field.values("reference", 0.0 if term.reference is None else term.reference).reshape(own)
         self._flat3 = (1,) * (3 - len(self.shape))  # in front of a shape
         self._halo: Halo | None = None

@@ -350,6 +350,7 @@ def test_the_rest_of_a_function_is_checked(capsys: pytest.CaptureFixture[str]) -
         ({"reference": np.nan}, "reference is from nan to nan"),
         ({"mask": np.ones((5, 4), bool)}, r"mask .*\(5, 4\).*\(4, 5\)"),
         ({"mask": np.full((4, 5), 2)}, "mask is from 2 to 2"),
+        ({"mask": np.full((4, 5), 0.5)}, "mask is from 0.5 to 0.5.*weight"),
         ({"shape": (3, 5)}, r"shape=\(3, 5\) has 15 cells.* 20"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,

@@ -341,6 +341,7 @@ def run(term: Any, x0: Any = ZEROS, **given: Any) -> Any:
         (lambda: TotalVariation(1.0, shape=2.5), "TotalVariation: shape=2.5 .*whole number"),
         (lambda: run(TotalVariation([1.0, 1, 1, np.inf, 1, 1])), "TotalVariation: weight has the value inf"),
         (lambda: run(TotalVariation(1.0, mask=np.full(6, 2))), "TotalVariation: mask has the value 2"),
+        (lambda: run(TotalVariation(1.0, mask=np.full(6, 0.5))), "TotalVariation: mask has the value 0.5.*weight"),
         (lambda: run(TotalVariation(1.0, shape=(2, 4))), r"TotalVariation: shape=\(2, 4\).*\(6,\)"),
         (lambda: run(TotalVariation(1.0, shape=(3, 2)), np.zeros((2, 3))), r"shape=\(3, 2\), but .*\(2, 3\)"),
         (lambda: run(TotalVariation(1.0, reference=ZEROS.astype(object))), "TotalVariation: reference=.*real"),
