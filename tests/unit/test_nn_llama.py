@@ -444,6 +444,14 @@ def test_what_is_there_already_is_not_overwritten(folder):
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
+def test_an_export_is_where_a_link_leads_to(folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    nn.export_pretrained(nn.import_pretrained(folder), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert stored(tmp_path / "empty") == stored(folder)
+
+
 def test_bad_arguments_are_named(folder, tmp_path):
     model = nn.import_pretrained(folder)
     with pytest.raises(TypeError, match="dtype='int8'"):
