@@ -530,7 +530,9 @@ class TextFile:
                 text = file.read()
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.path} is no text in UTF-8: {error}") from None
-        texts = [text] if self.separator is None else text.split(self.separator)
+        # Reading has made each end of a line "\n", whatever it is in the file.
+        separator = self.separator and self.separator.replace("\r\n", "\n").replace("\r", "\n")
+        texts = [text] if separator is None else text.split(separator)
         parts = [self._tokens(text) for text in texts if text]
         tokens = np.concatenate([np.empty(0, np.int32), *parts])
         bounds = np.cumsum([0, *map(len, parts)])

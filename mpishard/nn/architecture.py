@@ -65,7 +65,7 @@ class DecoderArchitecture(ABC):
         return self.heads
 
     def check_sizes(self) -> None:
-        """Raise unless the sizes are whole numbers that fit each other; for ``__post_init__``.
+        """Raise unless the sizes are whole numbers that fit each other, and make them Python's; for ``__post_init__``.
 
         Raises
         ------
@@ -78,11 +78,11 @@ class DecoderArchitecture(ABC):
             size: Any = getattr(self, what)
             if isinstance(size, bool) or not isinstance(size, Integral):
                 raise TypeError(f"{what} is {size!r}; it must be an integer")
+            self._set(**{what: int(size)})
         for what in ("vocabulary_size", "context_length", "width", "layers", "shards"):
             if getattr(self, what) < 1:
                 raise ValueError(f"{what} is {getattr(self, what)}; it must be at least 1")
-        flag("tied", self.tied)
-        checked_rate(self.dropout)
+        self._set(tied=flag("tied", self.tied), dropout=checked_rate(self.dropout))
 
     def check_shards(self) -> None:
         """Raise unless heads can be cut into shards; for ``__post_init__``.
@@ -348,6 +348,10 @@ class DecoderArchitecture(ABC):
             known.update(names[-1])
         return names
 
+    def _set(self, **values: object) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
 
 def _cut_by_slowest_stage(costs: Sequence[float], stages: int) -> list[int]:
     """Cut units into stages so that the slowest stage takes as little time as possible; `costs`: the time of each unit.
@@ -531,10 +535,6 @@ class LlamaArchitecture(DecoderArchitecture):
             )
         self.rotary.check(self._given(self.head_width))
         self.check_shards()
-
-    def _set(self, **values: object) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
 
     def _size(self, name: str, default: int) -> int:
         value = getattr(self, name)

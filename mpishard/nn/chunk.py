@@ -16,6 +16,7 @@ import numpy as np
 
 from mpishard.backend.array import ready
 from mpishard.comm.axis import Axis
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.tensors import ModelParallelRank
 from mpishard.nn.architecture import DecoderArchitecture
@@ -371,8 +372,9 @@ def measure_costs(
     cut the model identically. Collective over `world`.
     """
     seconds = np.zeros(3)
-    if world.rank == 0:
-        seconds[:] = _measure(architecture, dtype, compute_dtype, module)
+    with raised_on_all(world):
+        if world.rank == 0:
+            seconds[:] = _measure(architecture, dtype, compute_dtype, module)
     if world.size > 1:
         world.broadcast(seconds, label="control")
     embedding, block, head = (float(each) for each in seconds)

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
+import numpy as np
+
+from mpishard.comm.agreement import text_of
 from mpishard.nn.architecture import Architecture, DecoderArchitecture, LlamaArchitecture
 
 MODEL = "model.json"  # the fact of a checkpoint that has them
@@ -18,7 +21,8 @@ KINDS: dict[str, type[Any]] = {"Architecture": Architecture, "LlamaArchitecture"
 def fields_of(architecture: Any) -> dict[str, Any] | None:
     """The fields of a model's architecture as plain values, and its kind; None if it is no dataclass.
 
-    That of an `Architecture` has no kind, as earlier versions read it.
+    That of an `Architecture` has no kind, as earlier versions read it.  Of an architecture of one's own, what JSON
+    cannot hold is a text.
     """
     if not is_dataclass(architecture) or isinstance(architecture, type):
         return None
@@ -29,7 +33,13 @@ def fields_of(architecture: Any) -> dict[str, Any] | None:
     kind = type(architecture).__name__
     if isinstance(architecture, DecoderArchitecture) and kind != Architecture.__name__:
         fields["kind"] = kind
-    return fields
+    plain: dict[str, Any] = json.loads(json.dumps(fields, default=_plain, skipkeys=True))
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy as that of Python, and anything else as a text."""
+    return value.item() if isinstance(value, np.generic) else text_of(value)
 
 
 def architecture_of(fields: Mapping[str, Any]) -> DecoderArchitecture | None:

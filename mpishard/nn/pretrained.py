@@ -315,13 +315,13 @@ def export_pretrained(
         limit = integer("file_bytes", file_bytes, least=1)
         if not os.fspath(folder):
             raise ValueError("export_pretrained needs the name of a folder, got an empty one")
+        target = Path(folder).resolve()  # no folder can take the place of a link to one
         same |= {"dtype": stored_as.name, "file_bytes": limit}
     files = _files(table.weights(model.architecture), limit // stored_as.itemsize)
     names = (
         [SINGLE] if len(files) == 1 else [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
     )
     config = {**table.whole_config(model.architecture), **model.token_ids, "torch_dtype": stored_as.name}
-    target = Path(folder)
     temporary = target.parent / f".{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
     writes = world.rank == 0
     try:

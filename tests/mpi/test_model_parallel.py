@@ -263,6 +263,18 @@ def test_measured_costs_are_the_same_on_all_ranks(mesh, same_on_all):
     assert gpt.loss(*batch()) == loss
 
 
+class Deep(nn.Architecture):
+    def __post_init__(self):
+        super().__post_init__()
+        if self.layers < LAYERS:  # as of the one block that is measured
+            raise ValueError(f"{self.layers} layers are too few")
+
+
+def test_costs_that_the_first_rank_cannot_measure_are_an_error_on_all(mesh):
+    with pytest.raises(ValueError, match="1 layers are too few"):
+        nn.Decoder(Deep(*SIZES.values()), mesh=mesh, stage_costs="measured")
+
+
 # -- pairs ---------------------------------------------------------------------------------------------------------
 
 COLUMNS = 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from math import prod
 
@@ -281,6 +282,14 @@ def tied(*other, **options):
 def test_what_contradicts_itself_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_parts_of_numpys_numbers_can_be_saved():
+    """As sums of the ranks' sizes are; a checkpoint writes JSON, which takes none of NumPy's numbers."""
+    stops = np.cumsum([0, 2, 3])
+    spec = ParameterSpec("w", (5,), parts=[[pair] for pair in pairwise(stops)])
+    assert spec == ParameterSpec("w", (5,), parts=(((0, 2),), ((2, 5),)))
+    assert json.dumps(ModelParallelRank(1, 2).box(spec)) == "[[2, 5]]"
 
 
 def test_a_rank_has_several_boxes_of_a_packed_tensor_and_stores_them_as_one():

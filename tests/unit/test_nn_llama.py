@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from pretrained_runs import FAMILIES, assert_equals, computed, stored, their_tex
 
 import mpishard
 from mpishard import Mesh, nn
+from mpishard.checkpoint.index import check_facts
 from mpishard.nn.layers import Draws
 from mpishard.nn.model_facts import architecture_of, changes, fields_of
 from mpishard.parameters.flat import FlatParameters
@@ -92,6 +94,18 @@ def test_sizes_of_its_own():
     assert architecture_of(fields).rotary.scaling == LONG
     assert architecture_of({**fields, "kind": "Mine"}) is None
     assert architecture_of(fields_of(nn.Architecture(8, 8, 8, 1, 2))) == nn.Architecture(8, 8, 8, 1, 2)
+
+
+def test_a_model_with_fields_that_json_cannot_hold_is_saved():
+    @dataclasses.dataclass(frozen=True)
+    class Own(nn.Architecture):
+        scale: Any = np.float32(0.5)
+        gains: Any = ()
+        size: Any = len
+
+    found, other = (fields_of(Own(8, 8, 8, 1, 2, gains=gains)) for gains in (np.ones(3), np.zeros(3)))
+    check_facts({"model.json": found})
+    assert found["scale"] == 0.5 and changes(found, other).keys() == {"gains"}
 
 
 @pytest.mark.parametrize(
@@ -428,6 +442,14 @@ def test_what_is_there_already_is_not_overwritten(folder):
         nn.export_pretrained(model, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_an_export_is_where_a_link_leads_to(folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    nn.export_pretrained(nn.import_pretrained(folder), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert stored(tmp_path / "empty") == stored(folder)
 
 
 def test_bad_arguments_are_named(folder, tmp_path):

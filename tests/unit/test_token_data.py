@@ -593,3 +593,11 @@ def test_texts(tmp_path):
         path.write_bytes(data)
         with pytest.raises(kind, match=message):
             TokenData(TextFile(path, list), 1)
+
+
+@pytest.mark.parametrize("separator", ["\r\n\r\n", "\n\n"])
+@pytest.mark.parametrize("end", [b"\r\n", b"\n"])
+def test_ends_of_lines_are_those_of_any_system(tmp_path, end, separator):
+    (tmp_path / "a.txt").write_bytes(b"ab" + 2 * end + b"cd")
+    data = TokenData(TextFile(tmp_path / "a.txt", lambda text: list(text.encode()), separator), 2, padding=0)
+    assert data.batch(np.arange(len(data)))[0].tolist() == [[97, 98], [99, 100]]
