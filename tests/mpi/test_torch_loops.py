@@ -626,6 +626,28 @@ def test_a_count_that_ranks_have_summed_divides_as_a_number(mesh):
     assert np.array_equal(found, [found[0]] * 3)
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_ranks_cut_batches_of_other_sizes_into_equally_many_micro_batches(mesh, zero):
+    """Where they meet in each pass: two samples make no three micro-batches."""
+    module, whole, (x, y) = doubles(), doubles(), images()
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1), zero=zero, microbatches=3)
+
+    def function(module, x, y):
+        return torch.nn.functional.cross_entropy(module(x), y)
+
+    batches = [(x[: 2 + rank].double(), y[: 2 + rank]) for rank in range(mesh.size)]
+    losses = [function(whole, *batch) for batch in batches]
+    (sum(losses) / mesh.size).backward()
+    torch.optim.SGD(whole.parameters(), lr=0.1).step()
+    for loss_of_batch in (optimizer.loss, optimizer.loss_and_gradient):
+        found = loss_of_batch(function, *batches[mesh.rank])
+        assert found == pytest.approx(losses[mesh.rank].item(), rel=1e-12)
+    optimizer.step()
+    optimizer.close()
+    assert_same_parameters(module, whole)
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_steps_that_only_add_come_to_one_along_their_mean(mesh, zero):
     """With auto_sync_gradients=False, beside passes within no_sync."""
