@@ -463,7 +463,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         image = torch.frombuffer(bytearray(self.optimizer.serialize()), dtype=torch.uint8)
         state_dict: dict[str, Any] = {"mpishard": image}
         whole_steps = self._whole_steps
-        if whole_steps is not None and whole_steps.rest:
+        if whole_steps is not None:
             state_dict["rest"] = copy.deepcopy(whole_steps.rest)
         if masters := self._state.masters:
             state_dict["masters"] = masters
@@ -540,12 +540,12 @@ class ModuleOptimizer(torch.optim.Optimizer):
             after(self)
 
     def _load_own_state(self, state_dict: Mapping[str, Any]) -> None:
-        whole_steps, rest = self._whole_steps, state_dict.get("rest", {})
+        whole_steps, rest = self._whole_steps, state_dict.get("rest")
         self.optimizer.deserialize(state_dict["mpishard"].cpu().numpy().tobytes())
         if whole_steps is not None:
             with raised_on_all(self.optimizer.mesh.world):
                 whole_steps.check_rest(rest, self.optimizer.steps)
-            whole_steps.rest = copy.deepcopy(rest)
+            whole_steps.rest = copy.deepcopy(rest or {})
         self._state.masters = state_dict.get("masters", {})
 
     def save_checkpoint(self, folder: str | Path, **options: Any) -> Path:

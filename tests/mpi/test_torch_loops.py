@@ -237,14 +237,29 @@ class Growing(torch.optim.Optimizer):
                 p -= rate * factor * (p.grad + 0.01 * (p - state["start"]))
 
 
+class Normed(torch.optim.Optimizer):
+    """Divides by the norm of all gradients, and keeps nothing."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        pairs = [(p, group["lr"]) for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p, _ in pairs]).norm()
+        for p, rate in pairs:
+            p -= rate * p.grad / norm
+
+
+@pytest.mark.parametrize("kind", [Growing, Normed])
 @pytest.mark.parametrize("how", ["state_dict", "checkpoint"])
-def test_an_optimizer_that_looks_at_all_tensors_steps_as_in_pytorch(mesh, folder, how):
+def test_an_optimizer_that_looks_at_all_tensors_steps_as_in_pytorch(mesh, folder, how, kind):
     """Where each rank has all of them; and it goes on from its files."""
     whole, found, saved = doubles(), [], {}
-    wanted = alone(mesh, lambda module: Growing(module.parameters()), SCHEDULERS["cosine"], module=whole)
+    wanted = alone(mesh, lambda module: kind(module.parameters()), SCHEDULERS["cosine"], module=whole)
     for steps in (range(3), range(3, STEPS)):
         module = doubles()
-        optimizer = mpishard.torch.as_distributed(module, mesh, Growing(module.parameters()))
+        optimizer = mpishard.torch.as_distributed(module, mesh, kind(module.parameters()))
         scheduler = SCHEDULERS["cosine"](optimizer)
         if steps.start:
             module.load_state_dict(saved["module"])
