@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -401,6 +402,29 @@ def test_an_error_that_says_nothing_of_the_checkpoint_is_raised_on_all(mesh, run
             with pytest.raises(MemoryError if mesh.rank == 1 else RuntimeError, match="no room"):
                 checkpoints.load(at(0, mesh))
         check_load(checkpoints, 2)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_folder_has_a_holder_when_its_first_rank_has_gone(comm, folder):
+    """Whichever rank is the first then, as after a death."""
+
+    def holder():
+        mesh.world.barrier()
+        return json.loads((folder / "holder").read_text())["process"]
+
+    with Mesh(comm) as mesh:
+        checkpoints = Checkpoints(folder, mesh)
+        checkpoints.rehearse()
+        assert holder() == mesh.world.allgather_object(os.getpid())[0]
+        checkpoints.release()
+        mesh.release()
+        mesh.rebind(comm.Split(0, -comm.rank))
+        checkpoints.rebind()
+        assert mesh.rank == comm.size - 1 - comm.rank
+        assert holder() == mesh.world.allgather_object(os.getpid())[0]
+        checkpoints.close()
+        mesh.world.barrier()
+        assert not (folder / "holder").exists()
 
 
 def test_the_thread_waits_asleep(mesh, run, writing):
