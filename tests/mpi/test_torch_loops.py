@@ -663,6 +663,14 @@ def test_ranks_cut_batches_of_other_sizes_into_equally_many_micro_batches(mesh, 
     assert_same_parameters(module, whole)
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_passes_that_are_summed_one_by_one_are_refused_with_sums_in_one_order(mesh, zero):
+    config = ShardingConfiguration(mesh, reproducible=True)
+    optimizer = mpishard.torch.as_distributed(doubles(), config, mpishard.SGD(lr=0.1), zero=zero)
+    with pytest.raises(ValueError, match="reproducible=True .*zero=0 or 1"):
+        optimizer.no_sync()
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_steps_that_only_add_come_to_one_along_their_mean(mesh, zero):
     """With auto_sync_gradients=False, beside passes within no_sync."""
