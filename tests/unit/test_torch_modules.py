@@ -569,6 +569,9 @@ def test_no_batch_norm_loses_what_it_computes_or_keeps_to_its_rank():
         norms = mpishard.torch.convert_sync_batchnorm(made, mesh)
         assert [type(norm).__name__ for norm in norms] == ["_OverRanks", "_OverRanks", "NoneType"]
         assert len(list(norms.parameters())) == 2
+        norms[0].bias = norms[1].bias = None
+        again = mpishard.torch.convert_sync_batchnorm(norms, mesh)
+        assert [name for name, _ in again.named_parameters()] == ["0.weight"]
 
 
 class ThreeRanks:
