@@ -129,6 +129,7 @@ class Checkpoints:
         self._snapshot = Snapshot()
         self._writer = Writer(self.folder, mesh, options.on_error)
         self._lease: FolderLease | None = None
+        self._has_holder = False  # the first rank has taken the lease, if it could
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.folder)!r}, every={self.every}, keep={self.keep})"
@@ -202,6 +203,7 @@ class Checkpoints:
             if axis.rank == 0:
                 warn_of_writers(self.folder)
                 self._lease = self._lease or FolderLease.take(self.folder)
+        self._has_holder = True
 
     def save(self, state: RunState, *, asynchronous: bool | None = None, best: bool = False) -> Path | None:
         """Write a checkpoint.
@@ -318,6 +320,8 @@ class Checkpoints:
         """Use the communicators of the mesh after its `rebind`.  A save under way has ended or is abandoned."""
         self._writer.rebind()
         self._interval.ranks_changed()
+        if self._has_holder and self.mesh.rank == 0 and self._lease is None:  # the first rank so far has left, or died
+            self._lease = FolderLease.take(self.folder, succeeds=True)
 
     def revoke(self) -> None:
         """Make a save under way fail on all ranks, after the death of a rank.  Not collective."""

@@ -158,11 +158,13 @@ def fill(
     over the network from the disk twice; copies come from those ranks.
 
     ValueError on all ranks if the checkpoint does not fit, before anything is written; or if a piece cannot be read,
-    with the arrays partly filled.  What waits for a disk is exchanged over `patient`, which has no time limit.
+    with the arrays partly filled.  Another error of one rank, as where memory is short, is raised on all, too.  What
+    waits for a disk is exchanged over `patient`, which has no time limit.
     """
     with raised_on_all(axis):
         check_fits(contents, state)
     problems = []
+    other: Exception | None = None  # says nothing of the checkpoint
     try:
         with CheckpointReader(contents, threads) as reader:
             for shard in state.shards:
@@ -172,7 +174,10 @@ def fill(
                     shard.array[...] = 0
     except ValueError as error:
         problems = [str(error)]
+    except Exception as error:
+        other = error
     problems = gather_lists(patient, problems)
+    axis.raise_if_any(other)
     if problems:
         raise ValueError("; ".join(problems[:_MOST_NAMED]))
     if one_node:

@@ -389,10 +389,12 @@ class MinimizationState(OptimizerState):
 
     def publish(self, values: Array) -> None:
         """Make these elements of this rank the parameters, on all ranks."""
-        strategy = self._strategy
+        strategy, carried = self._strategy, self._strategy.parameters.carried
         for own, part in zip(strategy.values(), strategy.ownership.state_views(values), strict=True):
             own[...] = part
         strategy.publish_parameters()
+        if carried is not None:
+            carried.round_masters()
 
     @property
     def agrees_in_update(self) -> bool:

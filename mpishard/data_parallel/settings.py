@@ -242,7 +242,8 @@ def agree_on_step(
     calls = {} if parameters is None or parameters.carried is None else parameters.carried.calls
     if calls:
         model ^= fingerprint(calls)
-    number = -1 if count is None else int(np.float64(count).view(np.int64))
+    # One that was refused may be no number.
+    number = -1 if count is None or problem is not None else int(np.float64(count).view(np.int64))
     # The bits of floating-point numbers that are not negative have the order of the numbers.
     order = int(np.float64(largest).view(np.int64))
     shared = np.array([problem is not None, model, -model, number, -number, order], np.int64)

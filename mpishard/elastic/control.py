@@ -342,7 +342,7 @@ class Discovery:
         while not self._end.is_set():
             try:
                 found = int(self._ask())
-            except Exception as error:  # any failure: the run can continue without the answer
+            except (Exception, SystemExit) as error:  # any failure: the run can continue without the answer
                 if str(error) != problem:
                     problem = str(error)
                     log.warn(f"discover failed, the workers stay as they are: {error}")

@@ -115,7 +115,7 @@ class Resizing:
         elif membership.rank == 0:
             try:
                 sizes = choice.best(ranks, run.training.problem.batch_size)
-            except Exception as error:  # of the user's function: all processes must learn of it
+            except (Exception, SystemExit) as error:  # of the user's function: all processes must learn of it
                 problem = f"layouts fails for {ranks} ranks: {type(error).__name__}: {error}"
         gathered = membership.axis.allgather_object((sizes, problem))
         sizes, problem = gathered[membership.roles.ranks[0]]

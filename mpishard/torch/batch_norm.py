@@ -107,7 +107,7 @@ class _OverRanks(torch.nn.modules.batchnorm._BatchNorm):
     def __init__(self, layer: Any, ranks: _Ranks) -> None:
         options = layer.eps, layer.momentum, layer.affine, layer.track_running_stats
         super().__init__(layer.num_features, *options, device="meta")
-        for name, each in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
+        for name, each in (*layer._parameters.items(), *layer._buffers.items()):  # None too, as without a bias
             setattr(self, name, each)
         self.training = layer.training
         self._ranks = ranks
@@ -119,13 +119,12 @@ class _OverRanks(torch.nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x: Any) -> Any:
         axis = self._ranks.axis
-        by_batch = self.training or self.running_mean is None
-        if axis.size == 1 or not by_batch:
+        if axis.size == 1 or not self.training:  # in evaluation no rank waits for others
             return super().forward(x)
         self._check_input_dim(x)
         y, mean, variance, count = _Normalize.apply(x, self.weight, self.bias, self.eps, self._ranks, self._number)
         batches, averages = self.num_batches_tracked, (self.running_mean, self.running_var)
-        if self.training and batches is not None:
+        if batches is not None:
             batches.add_(1)
             share = 1 / float(batches) if self.momentum is None else self.momentum
             for average, now in zip(averages, (mean, variance * (count / (count - 1))), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,9 +18,11 @@ Array = Any
 
 MODES = ("broadcast", "average", "local")
 _FACT = "buffer.{}"
+# Names of buffers that can be in that of a fact; one that ends in json would stand for JSON.
+_PLAIN = re.compile(r"(?!(.*\.)?json$)\w+([.-]\w+)*", re.ASCII)
 _REMEDY = "change it before as_distributed"
+_FLOATS = (torch.float32, torch.float64)
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def check_mode(buffers: Any) -> None:
@@ -69,7 +72,7 @@ class Buffers:
     def facts(self) -> dict[str, np.ndarray]:
         """Copies of the values, flat, by the names that they have among the facts of a state."""
         self.take_back()
-        return {_FACT.format(name): as_fact(tensor) for name, tensor in self._tensors.items()}
+        return {_fact_of(name): as_fact(tensor) for name, tensor in self._tensors.items()}
 
     def take_back(self) -> None:
         """Take the values of tensors that have replaced a buffer, and put the buffer back in its place.
@@ -117,7 +120,7 @@ class Buffers:
         The state of an optimizer alone has none, as it has no parameters.
         """
         for name, tensor in self._tensors.items() if _are_in(facts) else ():
-            saved, wanted = facts.get(_FACT.format(name)), as_fact(tensor)
+            saved, wanted = facts.get(_fact_of(name)), as_fact(tensor)
             if not isinstance(saved, np.ndarray) or saved.shape != wanted.shape or saved.dtype != wanted.dtype:
                 there = "has none" if saved is None else f"has {_shown(saved)}"
                 raise ValueError(
@@ -129,7 +132,7 @@ class Buffers:
         """Take the values from facts that `check` accepts, if they have any."""
         self.take_back()
         for name, tensor in self._tensors.items() if _are_in(facts) else ():
-            values = from_fact(facts[_FACT.format(name)], tensor.dtype)
+            values = from_fact(facts[_fact_of(name)], tensor.dtype)
             tensor.detach().copy_(values.reshape(tensor.shape))
 
     def broadcast(self, axis: Axis) -> None:
@@ -175,6 +178,11 @@ def _form_of(tensor: Any) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
 
 
+def _fact_of(name: str) -> str:
+    """The name of a buffer's values among the facts: in hex, if a fact cannot have that of the buffer."""
+    return _FACT.format(name if _PLAIN.fullmatch(name) else name.encode().hex())
+
+
 def _are_in(facts: Mapping[str, Any]) -> bool:
     """Return True if a saved state has values of buffers."""
     return any(name.startswith(_FACT.format("")) for name in facts)
@@ -183,7 +191,7 @@ def _are_in(facts: Mapping[str, Any]) -> bool:
 def _flattened(tensors: Sequence[Any]) -> tuple[Array, bool]:
     """Move tensors of one dtype into one flat array; returns it, and True if its values can be averaged."""
     first = tensors[0]
-    floating = first.dtype in (torch.float32, torch.float64)
+    floating = first.dtype in _FLOATS
     size = sum(tensor.numel() for tensor in tensors)
     module = array_module(first.device)
     # MPI moves those of other dtypes as bytes.
@@ -202,7 +210,7 @@ def _flattened(tensors: Sequence[Any]) -> tuple[Array, bool]:
 def as_fact(tensor: Any) -> np.ndarray:
     """A copy of the values as a flat array that a fact can be: bytes where NumPy or a fact lacks the dtype."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if not (flat.dtype.is_floating_point or flat.dtype in _WHOLE) or flat.dtype in _HALF:
+    if flat.dtype not in (*_FLOATS, *_WHOLE):
         flat = flat.view(torch.uint8)
     values: np.ndarray = flat.numpy()
     return values.copy()

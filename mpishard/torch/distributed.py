@@ -234,7 +234,10 @@ def as_distributed(
         raise
     if isinstance(groups, LiveGroups):
         groups.claim()
-    passes = ModulePasses(order)
+    # Ranks meet in each pass: of experts that they have dealt out, under zero=2 in its sums, under zero=3 in its units.
+    deals = cuts is not None and cuts.divides_samples
+    trains_with = mesh.world if deals or state.parameters.gradients.on_demand else None
+    passes = ModulePasses(order, trains_with, mesh.world if deals or sharding is not None else None)
     if staged is not None:
         passes = PipelinedPasses(order, staged, state.parameters, tensors.device)
         if mesh.rank == 0:

@@ -13,7 +13,7 @@ import torch
 
 from mpishard.arguments import integer
 from mpishard.comm.agreement import agree_on_settings, text_of
-from mpishard.comm.axis import ModelParallelGroup
+from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.layout.boxes import split
 from mpishard.nn.options import microbatches_on
@@ -69,6 +69,13 @@ def _kinds(batch: tuple[Any, ...]) -> str:
     return f"no tensor with samples, {kinds}"
 
 
+def most_of_all(ranks: Axis, batch: tuple[Any, ...], most: int) -> int:
+    """The most micro-batches, `most` at most, into which each rank can cut its batch. Collective."""
+    samples = min((len(each) for each in tensors_in(batch) if each.dim()), default=most)
+    fewest = np.array([max(1, min(most, samples))])
+    return int(ranks.all_reduce(fewest, op="min", label="control")[0])
+
+
 def micro_batches_of(batch: tuple[Any, ...], most: int, reduction: str) -> list[tuple[tuple[Any, ...], float]]:
     """A batch cut along the first dimension of its tensors: micro-batches, and the factors of their losses.
 
@@ -111,17 +118,28 @@ class WholeTaker(PassTaker, Protocol):
 
 
 class ModulePasses:
-    """The passes of a module that this rank has whole, or its part of each layer."""
+    """The passes of a module that this rank has whole, or its part of each layer.
 
-    def __init__(self, settings: PipelineSettings) -> None:
+    `trains_with` and `evaluates_with` are the ranks that make each pass together, with gradients and without: all cut
+    a batch into equally many micro-batches then.  None: each rank cuts its own.
+    """
+
+    def __init__(
+        self, settings: PipelineSettings, trains_with: Axis | None = None, evaluates_with: Axis | None = None
+    ) -> None:
         self.settings = settings
+        self._trains_with = trains_with
+        self._evaluates_with = evaluates_with
 
     def train(self, optimizer: WholeTaker, function: Any, batch: tuple[Any, ...], reduction: str) -> float:
         """The loss of a batch; adds its gradient."""
         total = 0.0
-        micro = micro_batches_of(batch, self.settings.microbatches, reduction)
+        before: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.settings.microbatches > 1:
+            before = optimizer.no_sync()  # raises where no pass may come before the last one
+        micro = self._cut(batch, reduction, self._trains_with)
         for number, (arguments, factor) in enumerate(micro, 1):
-            with contextlib.nullcontext() if number == len(micro) else optimizer.no_sync():
+            with contextlib.nullcontext() if number == len(micro) else before:
                 loss = function(optimizer.module, *arguments)
                 check_loss(loss)
                 optimizer.scale(loss * factor).backward()
@@ -132,11 +150,17 @@ class ModulePasses:
         """The loss of a batch."""
         total = 0.0
         with torch.no_grad():
-            for arguments, factor in micro_batches_of(batch, self.settings.microbatches, reduction):
+            for arguments, factor in self._cut(batch, reduction, self._evaluates_with):
                 loss = function(optimizer.module, *arguments)
                 check_loss(loss)
                 total += float(loss) * factor
         return total
+
+    def _cut(self, batch: tuple[Any, ...], reduction: str, ranks: Axis | None) -> list[tuple[tuple[Any, ...], float]]:
+        most = self.settings.microbatches
+        if ranks is not None and most > 1:
+            most = most_of_all(ranks, batch, most)
+        return micro_batches_of(batch, most, reduction)
 
 
 class PipelinedPasses(ModulePasses):
@@ -216,9 +240,7 @@ class PipelinedPasses(ModulePasses):
         self._errors.forget()
         most = self.settings.microbatches
         if gradients.on_demand:  # zero=2 sums one by one: all data ranks have equally many
-            samples = min((len(each) for each in tensors_in(batch) if each.dim()), default=most)
-            fewest = np.array([max(1, min(most, samples))])
-            most = int(mesh.world.all_reduce(fewest, op="min", label="control")[0])
+            most = most_of_all(mesh.world, batch, most)
         with raised_on_all(mesh.world):
             with CaughtError() as caught:
                 if not callable(function):

@@ -382,7 +382,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients of backward passes that no step has used.
 
-        ``module.zero_grad()`` does the same, once the next pass begins or `step` is called.
+        ``module.zero_grad()`` does the same, once the next pass begins or `step` is called.  With
+        ``auto_sync_gradients=False`` this drops all since the last update, also what calls of `step` have added.
 
         Collective if a backward pass outside of `no_sync` was made, and under ZeRO-2 and 3 also after one within it,
         whose sums all ranks drop or none.
@@ -413,12 +414,20 @@ class ModuleOptimizer(torch.optim.Optimizer):
         ------
         RuntimeError
             Under ZeRO-2 within `mpishard.torch.join`.
+        ValueError
+            Under ZeRO-2 and 3 with ``reproducible=True``.
         """
-        if self._hooks.announce is not None and self.parameters.gradients.on_demand:
+        gradients = self.parameters.gradients
+        if self._hooks.announce is not None and gradients.on_demand:
             raise RuntimeError(
                 "no_sync() under zero=2 sums over ranks in each pass, which join cannot do: use zero=0 or 1 within join"
             )
-        return self.parameters.gradients.no_sync(self._hooks.follow_drop)
+        if gradients.on_demand and gradients.reproducible:
+            raise ValueError(
+                "no_sync() under zero=2 and 3 sums over ranks in each pass, and reproducible=True has one sum a step: "
+                "use zero=0 or 1, or make one pass a step"
+            )
+        return gradients.no_sync(self._hooks.follow_drop)
 
     @property
     def _whole_steps(self) -> WholeSteps | None:
@@ -463,7 +472,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         image = torch.frombuffer(bytearray(self.optimizer.serialize()), dtype=torch.uint8)
         state_dict: dict[str, Any] = {"mpishard": image}
         whole_steps = self._whole_steps
-        if whole_steps is not None and whole_steps.rest:
+        if whole_steps is not None:
             state_dict["rest"] = copy.deepcopy(whole_steps.rest)
         if masters := self._state.masters:
             state_dict["masters"] = masters
@@ -540,12 +549,12 @@ class ModuleOptimizer(torch.optim.Optimizer):
             after(self)
 
     def _load_own_state(self, state_dict: Mapping[str, Any]) -> None:
-        whole_steps, rest = self._whole_steps, state_dict.get("rest", {})
+        whole_steps, rest = self._whole_steps, state_dict.get("rest")
         self.optimizer.deserialize(state_dict["mpishard"].cpu().numpy().tobytes())
         if whole_steps is not None:
             with raised_on_all(self.optimizer.mesh.world):
                 whole_steps.check_rest(rest, self.optimizer.steps)
-            whole_steps.rest = copy.deepcopy(rest)
+            whole_steps.rest = copy.deepcopy(rest or {})
         self._state.masters = state_dict.get("masters", {})
 
     def save_checkpoint(self, folder: str | Path, **options: Any) -> Path:

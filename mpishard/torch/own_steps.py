@@ -246,12 +246,15 @@ class WholeSteps(OwnSteps):
             if name in self._tensors:
                 self._live.optimizer.state[self._tensors[name]].update(own)
 
-    def check_rest(self, rest: Mapping[str, Mapping[str, Any]], steps: int) -> None:
-        """Raise ValueError unless this is the `rest` of such an optimizer for these parameters after some steps."""
+    def check_rest(self, rest: Mapping[str, Mapping[str, Any]] | None, steps: int) -> None:
+        """Raise ValueError unless this is the `rest` of such an optimizer for these parameters after some steps.
+
+        None: the saved state has none.
+        """
         known = {*self._tensors, *(_GROUP.format(number) for number in range(len(self._live.groups)))}
-        if other := [name for name in rest if name not in known]:
+        if other := [name for name in rest or () if name not in known]:
             raise ValueError(f"the saved state of the optimizer is of another module: it has {brief(other[0])}")
-        if steps and not rest and not self._live.is_divisible:
+        if steps and rest is None and not self._live.is_divisible:
             raise ValueError(
                 f"the saved state has no state of {self._live.what}; it is of another optimizer, or of zero=1 or more"
             )
@@ -286,7 +289,7 @@ class WholeSteps(OwnSteps):
                         "cannot hold; save state_dict() of the optimizer by torch.save"
                     )
                 described.setdefault(name, {})[key] = value
-        return {**facts, _REST: described} if described else {}
+        return {**facts, _REST: described}
 
     @property
     def nbytes(self) -> int:
@@ -315,7 +318,7 @@ class WholeSteps(OwnSteps):
     def check(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless it can continue from these facts."""
         if "optimizer" in facts:  # else those of a full state, whose rest goes by itself
-            self.check_rest(_rest_of(facts), whole_fact(facts, "steps"))
+            self.check_rest(_rest_of(facts) if _REST in facts else None, whole_fact(facts, "steps"))
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Continue from these facts, after the slots were filled."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from training_problems import problem
 import mpishard
 from mpishard import Checkpoints, Mesh
 from mpishard.checkpoint import disk, folder
+from mpishard.checkpoint import load as loading
 from mpishard.checkpoint import save as saving
 from mpishard.checkpoint.save import Fault
 from mpishard.layout.run_state import Shard
@@ -382,6 +384,47 @@ def test_damaged_ones_are_passed_over_on_all_ranks(mesh, run):
             with pytest.raises(ValueError, match="no checkpoint in .* is whole: .*manifest.json is missing.*cut short"):
                 checkpoints.load(found)
         assert np.isnan(found.shards[0].array).all()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_error_that_says_nothing_of_the_checkpoint_is_raised_on_all(mesh, run, monkeypatch):
+    """As where one rank is short of memory: no older one takes its place."""
+
+    def short_of_memory(*_):
+        raise MemoryError("no room")
+
+    with Checkpoints(run, mesh) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(at(step, mesh))
+        with monkeypatch.context() as patch:
+            if mesh.rank == 1:
+                patch.setattr(loading, "_read", short_of_memory)
+            with pytest.raises(MemoryError if mesh.rank == 1 else RuntimeError, match="no room"):
+                checkpoints.load(at(0, mesh))
+        check_load(checkpoints, 2)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_folder_has_a_holder_when_its_first_rank_has_gone(comm, folder):
+    """Whichever rank is the first then, as after a death."""
+
+    def holder():
+        mesh.world.barrier()
+        return json.loads((folder / "holder").read_text())["process"]
+
+    with Mesh(comm) as mesh:
+        checkpoints = Checkpoints(folder, mesh)
+        checkpoints.rehearse()
+        assert holder() == mesh.world.allgather_object(os.getpid())[0]
+        checkpoints.release()
+        mesh.release()
+        mesh.rebind(comm.Split(0, -comm.rank))
+        checkpoints.rebind()
+        assert mesh.rank == comm.size - 1 - comm.rank
+        assert holder() == mesh.world.allgather_object(os.getpid())[0]
+        checkpoints.close()
+        mesh.world.barrier()
+        assert not (folder / "holder").exists()
 
 
 def test_the_thread_waits_asleep(mesh, run, writing):

@@ -560,6 +560,7 @@ TABLE = [
         {"gradients": np.ones(3)},
         {"count": 3.0},
         {"count": -1.0},
+        {"count": "all"},
     ),
     *odd(
         f"{OPTIMIZER}.bind",

@@ -199,6 +199,15 @@ def test_batch_norms_over_the_ranks_are_those_of_the_whole_batch(mesh, momentum,
             norms[min(mesh.rank, 1)](torch.ones(2, 3))
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_batch_norm_over_the_ranks_is_that_of_each_in_evaluation(mesh):
+    """As in PyTorch, also where it keeps no averages: one rank alone may evaluate."""
+    layer = torch.nn.BatchNorm1d(3, track_running_stats=False).eval()
+    ours = mpishard.torch.convert_sync_batchnorm(copy.deepcopy(layer), mesh)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(mesh.rank))
+    assert torch.equal(ours(x), layer(x))
+
+
 def test_the_derivative_of_a_batch_norm_over_the_ranks_and_its_gradient_are_adjoint(mesh):
     """Of the derivative that of the whole batch; an odd number of samples on each rank."""
     torch.manual_seed(0)

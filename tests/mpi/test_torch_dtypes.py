@@ -251,6 +251,15 @@ def test_what_is_written_to_parameters_is_what_steps(mesh, zero):
     assert not torch.equal(before["second.weight"], before["second.weight"].bfloat16().float())
 
 
+def test_a_method_leaves_its_result_in_parameters_of_another_dtype(mesh):
+    module = make("bfloat16")
+    problem = mpishard.torch.problem(module, losses, SAMPLES, SAMPLES, steps=3)
+    result = mpishard.ZeRO1Optimizer(mpishard.LBFGSB(), mesh).optimize(problem, progress=False)
+    assert result.stop_reason == "steps"  # between two points of a line search
+    for name, p in module.named_parameters():
+        assert torch.equal(p, torch.from_numpy(result.parameters[name]).to(p.dtype)), name
+
+
 @pytest.mark.parametrize("zero", [0, 2])
 def test_averages_take_the_place_of_parameters_of_another_dtype(mesh, zero):
     """Also where a save rounds them, and then the run goes on with what they were."""

@@ -237,14 +237,29 @@ class Growing(torch.optim.Optimizer):
                 p -= rate * factor * (p.grad + 0.01 * (p - state["start"]))
 
 
+class Normed(torch.optim.Optimizer):
+    """Divides by the norm of all gradients, and keeps nothing."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        pairs = [(p, group["lr"]) for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p, _ in pairs]).norm()
+        for p, rate in pairs:
+            p -= rate * p.grad / norm
+
+
+@pytest.mark.parametrize("kind", [Growing, Normed])
 @pytest.mark.parametrize("how", ["state_dict", "checkpoint"])
-def test_an_optimizer_that_looks_at_all_tensors_steps_as_in_pytorch(mesh, folder, how):
+def test_an_optimizer_that_looks_at_all_tensors_steps_as_in_pytorch(mesh, folder, how, kind):
     """Where each rank has all of them; and it goes on from its files."""
     whole, found, saved = doubles(), [], {}
-    wanted = alone(mesh, lambda module: Growing(module.parameters()), SCHEDULERS["cosine"], module=whole)
+    wanted = alone(mesh, lambda module: kind(module.parameters()), SCHEDULERS["cosine"], module=whole)
     for steps in (range(3), range(3, STEPS)):
         module = doubles()
-        optimizer = mpishard.torch.as_distributed(module, mesh, Growing(module.parameters()))
+        optimizer = mpishard.torch.as_distributed(module, mesh, kind(module.parameters()))
         scheduler = SCHEDULERS["cosine"](optimizer)
         if steps.start:
             module.load_state_dict(saved["module"])
@@ -624,6 +639,36 @@ def test_a_count_that_ranks_have_summed_divides_as_a_number(mesh):
                 optimizer.step(count=count)
         found.append(optimizer.parameters.flat.copy())
     assert np.array_equal(found, [found[0]] * 3)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_ranks_cut_batches_of_other_sizes_into_equally_many_micro_batches(mesh, zero):
+    """Where they meet in each pass: two samples make no three micro-batches."""
+    module, whole, (x, y) = doubles(), doubles(), images()
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1), zero=zero, microbatches=3)
+
+    def function(module, x, y):
+        return torch.nn.functional.cross_entropy(module(x), y)
+
+    batches = [(x[: 2 + rank].double(), y[: 2 + rank]) for rank in range(mesh.size)]
+    losses = [function(whole, *batch) for batch in batches]
+    (sum(losses) / mesh.size).backward()
+    torch.optim.SGD(whole.parameters(), lr=0.1).step()
+    for loss_of_batch in (optimizer.loss, optimizer.loss_and_gradient):
+        found = loss_of_batch(function, *batches[mesh.rank])
+        assert found == pytest.approx(losses[mesh.rank].item(), rel=1e-12)
+    optimizer.step()
+    optimizer.close()
+    assert_same_parameters(module, whole)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_passes_that_are_summed_one_by_one_are_refused_with_sums_in_one_order(mesh, zero):
+    config = ShardingConfiguration(mesh, reproducible=True)
+    optimizer = mpishard.torch.as_distributed(doubles(), config, mpishard.SGD(lr=0.1), zero=zero)
+    with pytest.raises(ValueError, match="reproducible=True .*zero=0 or 1"):
+        optimizer.no_sync()
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])

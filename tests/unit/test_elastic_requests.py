@@ -615,6 +615,13 @@ class TestDiscovery:
         until(lambda: discovery.news() == 7)
         discovery.close()
 
+    def test_a_function_that_exits_is_asked_again(self, capfd):
+        answers = iter([lambda: sys.exit("no list yet"), lambda: 5])
+        discovery = Discovery(lambda: next(answers)(), every=0.01)
+        until(lambda: discovery.news() == 5)
+        discovery.close()
+        assert "no list yet" in capfd.readouterr().err
+
 
 class TestSignals:
     def test_handlers_are_put_back(self):
