@@ -24,6 +24,7 @@ from mpishard.inverse.run_arguments import RunArguments
 from mpishard.inverse.run_files import expect_no_constraints
 from mpishard.inverse.unknowns import Unknowns, copy_of_point
 from mpishard.io import log
+from mpishard.launch.job_notes import ECHO
 from mpishard.minimizers.method import Method, Minimizer, Wanted
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training import OptimizationProblem
@@ -212,7 +213,7 @@ class ElasticMinimization(MinimizingRanks):
 
         attempt = self._attempts(call)
         failed = begun and isinstance(attempt.problem, EvaluationFailed)
-        if failed and minimizer is not None:
+        if failed and minimizer is not None and not hasattr(attempt.problem, ECHO):
             rank = self.mesh.rank if self.mesh.size > 1 else None
             words = failure_in_words(minimizer, str(attempt.problem), rank)
             self._failure = minimizer.progress.evaluations, words

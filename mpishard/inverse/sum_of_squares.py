@@ -364,8 +364,10 @@ class _ConjugateGradients:
     def minimize(self, functions: ResidualFunctions, loss: Loss, callback: Callback) -> OptimizeResult:
         """Minimise in the loop of `minimize`. Collective over the mesh."""
         mesh, elastic = self.run.mesh, self.run.elastic
-        world = OneRank() if mesh is None or elastic is not None else mesh.world
         settings, unknowns = self.settings, self.settings.unknowns
+        world: Any = OneRank()
+        if mesh is not None and (elastic is None or unknowns.has_fields):
+            world = mesh.world if elastic is None else mesh.tensor  # whose ranks get the same samples
         if not settings.cg_start:
             unknowns = Unknowns(settings.start)
         elif unknowns.has_fields:

@@ -406,6 +406,24 @@ def test_elastic_least_squares_have_the_bits_of_one_process(comm, fitted_alone):
         assert is_that_of_one_process(comm, found, numbers, fitted_alone)
 
 
+def test_elastic_ranks_of_a_group_call_the_residuals_together(comm):
+    """Also one without values, or whose values stay: the others may need it in the collectives of the functions."""
+    part, calls = np.ones(2 * (comm.rank > 0 or comm.size == 1)), []
+
+    def residuals(x, samples):
+        calls.append(x.copy())
+        return x * x - 2.0
+
+    def jacobian(x, samples):
+        return SimpleNamespace(shape=(x.size, x.size), matvec=lambda v: 2 * x * v, rmatvec=lambda u: 2 * x * u)
+
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        start = Partition(part, mesh)
+        found = mpishard.least_squares(residuals, start, jacobian, mesh=mesh, samples=1, elastic=True)
+        assert np.allclose(found.x, 2**0.5) and len(calls) == found.nfev > 2
+        assert len(set(comm.allgather(len(calls)))) == 1
+
+
 def test_groups_share_the_residuals(comm, fitted_alone):
     tensor = 2 if comm.size % 2 == 0 else 1
     with mpishard.Mesh(comm, tensor=tensor) as mesh:
