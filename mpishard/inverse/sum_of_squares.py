@@ -249,7 +249,8 @@ def least_squares(
         by_products = _ConjugateGradients.checked(settings, tr_options, mesh, **for_cg)
         same |= {"x0": f"{unknowns.total} elements", "method": method, "jac": jac, "loss": loss}
         same |= {"f_scale": f_scale, "tr_solver": tr_solver, "samples": samples, "elastic": elastic}
-        same["jac_sparsity"] = sparsity is not None
+        same |= {"jac_sparsity": sparsity is not None, "tr_options": tr_options}
+        same["preconditioner is given"] = preconditioner is not None
         if not settings.cg_start:
             same |= {"bounds": (settings.lower, settings.upper), **vars(settings.options)}
         same |= by_products.run.files_given()
