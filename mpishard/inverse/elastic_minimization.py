@@ -112,6 +112,7 @@ class ElasticMinimization(MinimizingRanks):
         self._has_inverse = loop.hess_inv
         self._together = mesh.world if samples is None else mesh.tensor  # they call the function for the same samples
         self._attempts = Attempts(self._together, loop.retries)
+        functions.meeting = self._together if unknowns.is_split else None
         self._of_stage: Callable[[], OptimizeResult] | None = None
 
     def continue_by(self, stages: Stages, intermediate: Callable[[], OptimizeResult]) -> None:

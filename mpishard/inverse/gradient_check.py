@@ -80,6 +80,7 @@ def _part_of_function(functions: Functions, x: Any, mesh: Mesh | None, summed: b
         return unknowns.vector("the Hessian product", found)
 
     axis = world_of(mesh)
+    functions.meeting = axis if unknowns.is_split else None
     first = mesh is None or mesh.data.rank == 0
     return Part(point, call, axis, axis, product, summed or first, summed or axis.rank == 0, unknowns.arranged)
 

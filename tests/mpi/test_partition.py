@@ -171,6 +171,29 @@ def test_terms_of_elastic_runs_come_with_the_first_sample(comm):
         assert found.nfev == expected.nfev and found.fun == pytest.approx(expected.fun, rel=1e-13)
 
 
+@pytest.mark.parametrize("given", [{}, {"samples": 1, "elastic": True}], ids=["fixed", "elastic"])
+def test_where_fun_has_failed_on_one_rank_none_calls_jac(comm, given):
+    """There it could wait for that rank."""
+    calls = []
+
+    def fun(x, *samples):
+        calls.append("fun")
+        if calls.count("fun") == 3 and comm.rank == comm.size - 1:
+            raise mpishard.EvaluationFailed("diverged")
+        return float((x**4).sum())
+
+    def jac(x, *samples):
+        calls.append("jac")
+        return 4 * x**3
+
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        start = Partition(np.full(2, 3.0), mesh)
+        found = minimize(fun, start, jac=jac, mesh=mesh, reduction="sum", **given)
+        assert found.success and len(set(comm.allgather(tuple(calls)))) == 1
+        where = f" on rank {comm.size - 1}" if comm.size > 1 else ""
+        assert f"an evaluation failed{where}: diverged" in found.message
+
+
 def test_elastic_evaluations_of_one_rank_fail_and_are_tried_again(comm):
     """What one rank of a group raises counts for all of it: as an infinite value, or as a call to try again."""
     with mpishard.Mesh(comm, tensor=pairs_or_all(comm)) as mesh:
