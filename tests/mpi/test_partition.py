@@ -194,6 +194,27 @@ def test_where_fun_has_failed_on_one_rank_none_calls_jac(comm, given):
         assert f"an evaluation failed{where}: diverged" in found.message
 
 
+def test_where_the_function_has_failed_on_one_rank_none_calls_a_term(comm):
+    calls = []
+
+    class Counted(mpishard.Tikhonov):
+        def value_and_gradient(self, x):
+            calls.append("term")
+            return 0.0, np.zeros(x.shape)
+
+    def fun(x):
+        calls.append("fun")
+        if calls.count("fun") == 3 and comm.rank == comm.size - 1:
+            raise mpishard.EvaluationFailed("diverged")
+        return float((x**4).sum()), 4 * x**3
+
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        start = Partition(np.full(2, 3.0), mesh)
+        given = {"mesh": mesh, "reduction": "sum"}
+        found = minimize(mpishard.regularized(fun, Counted(order=0, partition=start), **given), start, **given)
+        assert found.success and len(set(comm.allgather(tuple(calls)))) == 1
+
+
 def test_elastic_evaluations_of_one_rank_fail_and_are_tried_again(comm):
     """What one rank of a group raises counts for all of it: as an infinite value, or as a call to try again."""
     with mpishard.Mesh(comm, tensor=pairs_or_all(comm)) as mesh:
