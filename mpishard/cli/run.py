@@ -111,7 +111,9 @@ def run(
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     sys.stdout.flush()
     sys.stderr.flush()
-    arguments = [sys.executable, "-I", supervisor_main.__file__, json.dumps(asdict(job))]
+    fields = asdict(job)
+    words = fields.pop("command")
+    arguments = [sys.executable, "-I", supervisor_main.__file__, json.dumps(fields), *words]
     os.execve(sys.executable, arguments, os.environ)  # an MPI library's own variables are not in os.environ
 
 

@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from mpishard.comm.abort import abort_on_exception, step_under_way
 from mpishard.launch.exit_codes import ScriptEnding
-from mpishard.launch.job_notes import ECHO, ON_ALL_RANKS, Ended, Failure, JobNotes, RunLost
+from mpishard.launch.job_notes import ECHO, ON_ALL_RANKS, Ended, Failure, JobNotes, RunLost, patiently
 from mpishard.launch.processes import die_with_single_threaded_parent, end_with_daemon
 from mpishard.launch.script import is_refusal, place_of
 from mpishard.launch.signals import Interrupts
@@ -154,11 +154,11 @@ class Reports:
         self._thread.join()
         if hasattr(sys, "last_value"):  # an exception that was printed
             return
-        if self._speaks():
+        if patiently(self._speaks):
             step = step_under_way()
             if step:
-                self._run.note_step(step)
-            self._run.note_ended(Ended(self._ending.code))
+                self.write(JobNotes.note_step, step)
+            patiently(lambda: self._run.note_ended(Ended(self._ending.code)))
         else:
             self.give_up()
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpishard.arguments import shown
 from mpishard.comm.axis import Axis
-from mpishard.comm.errors import OneRank
+from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.inverse.functions import TERMS, AddedTerms, world_of
 from mpishard.inverse.nonsmooth import NonsmoothTerm
@@ -113,8 +113,11 @@ def regularized(
             return value, given
         # A copy, unless x has names: the function may change the point that it is given.  A rank may have no values.
         unknowns = Unknowns(x, may_be_empty=True)
-        value, given = function(x, *samples)
-        gradient = unknowns.vector("the gradient", given).copy()
+        sharing = [*(_fitting(x, *pair)._axis for pair in pairs), *(_sharing(x, mesh) for _ in priors)]
+        # Of ranks that share a field none may wait in a term for one where the function has failed.
+        with raised_on_all(next((ranks for ranks in sharing if ranks.size > 1), None)):
+            value, given = function(x, *samples)
+            gradient = unknowns.vector("the gradient", given).copy()
         for pair in pairs:
             term = _fitting(x, *pair)
             field, start = _array_and_start(unknowns, x, term)

@@ -83,7 +83,7 @@ class AugmentedFunction:
         # The terms of all constraints are rounded once: the partition is no part of the result.
         self._sums_here = self._sums and unknowns.is_cut_by_application
         # Of ranks that share the unknowns, whose functions may wait for each other: after each one all must agree.
-        self._meeting = world if unknowns.is_split or self._sums_here else None
+        self._meeting = functions.meeting = world if unknowns.is_split or self._sums_here else None
         self.penalty = 1.0
         self.lower: np.ndarray = np.empty(0)
         self.upper: np.ndarray = np.empty(0)

@@ -24,6 +24,7 @@ from mpishard.inverse.run_arguments import RunArguments
 from mpishard.inverse.run_files import expect_no_constraints
 from mpishard.inverse.unknowns import Unknowns, copy_of_point
 from mpishard.io import log
+from mpishard.launch.job_notes import ECHO
 from mpishard.minimizers.method import Method, Minimizer, Wanted
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training import OptimizationProblem
@@ -111,6 +112,7 @@ class ElasticMinimization(MinimizingRanks):
         self._has_inverse = loop.hess_inv
         self._together = mesh.world if samples is None else mesh.tensor  # they call the function for the same samples
         self._attempts = Attempts(self._together, loop.retries)
+        functions.meeting = self._together if unknowns.is_split else None
         self._of_stage: Callable[[], OptimizeResult] | None = None
 
     def continue_by(self, stages: Stages, intermediate: Callable[[], OptimizeResult]) -> None:
@@ -212,7 +214,7 @@ class ElasticMinimization(MinimizingRanks):
 
         attempt = self._attempts(call)
         failed = begun and isinstance(attempt.problem, EvaluationFailed)
-        if failed and minimizer is not None:
+        if failed and minimizer is not None and not hasattr(attempt.problem, ECHO):
             rank = self.mesh.rank if self.mesh.size > 1 else None
             words = failure_in_words(minimizer, str(attempt.problem), rank)
             self._failure = minimizer.progress.evaluations, words

@@ -98,6 +98,8 @@ class Functions:
                 "regularized(lambda x: fun(x, *args), terms)"
             )
         self._hess = None if hess is None else Hessian(hess, self._args)
+        # Of ranks that share the unknowns, whose functions may wait for each other: after `fun` all must agree.
+        self.meeting: Any = None
 
     @property
     def has_terms(self) -> bool:
@@ -138,18 +140,17 @@ class Functions:
 
         `samples` are those whose sum is wanted, if there are any. Raises TypeError if `fun` returned something else.
         """
-        # Either may change the point that it is given.
-        found = self._fun(copy_of_point(x) if callable(self._jac) else x, *samples, *self._args)
         if callable(self._jac):
-            gradient = self._jac(x, *samples, *self._args)
-        elif isinstance(found, tuple | list) and len(found) == 2:
-            found, gradient = found
-        else:
+            with raised_on_all(self.meeting):  # either may change the point that it is given
+                value = number_of(self._fun(copy_of_point(x), *samples, *self._args))
+            return value, self._jac(x, *samples, *self._args)
+        found = self._fun(x, *samples, *self._args)
+        if not (isinstance(found, tuple | list) and len(found) == 2):
             raise TypeError(
                 f"fun must return (value, gradient), as jac=True says; it returned a {type(found).__name__}.  If it "
                 "returns the value alone, give jac=function, or to minimize jac='2-point' for finite differences"
             )
-        return number_of(found), gradient
+        return number_of(found[0]), found[1]
 
     def product(self, x: Any, direction: Any, *samples: Any) -> Any:
         """The Hessian at a point times a direction, as the user gave it; ValueError without `hessp` and `hess`."""

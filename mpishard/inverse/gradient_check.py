@@ -20,6 +20,7 @@ from mpishard.inverse.functions import TERMS, Functions, opening, world_of
 from mpishard.inverse.pictures import draw_remainders
 from mpishard.inverse.taylor import TaylorTest, taylor_test
 from mpishard.inverse.unknowns import Unknowns
+from mpishard.io import log
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.problem import OptimizationProblem
 
@@ -80,6 +81,7 @@ def _part_of_function(functions: Functions, x: Any, mesh: Mesh | None, summed: b
         return unknowns.vector("the Hessian product", found)
 
     axis = world_of(mesh)
+    functions.meeting = axis if unknowns.is_split else None
     first = mesh is None or mesh.data.rank == 0
     return Part(point, call, axis, axis, product, summed or first, summed or axis.rank == 0, unknowns.arranged)
 
@@ -350,7 +352,7 @@ def check_gradient(
     if part.world.rank == 0:
         if disp:
             size = sum(spec.size for spec in part.point.specs)
-            print(f"check of the gradient of {size} elements, {line.dtype}\n{result}")
+            log.show(f"check of the gradient of {size} elements, {line.dtype}\n{result}")
         if plot is not None:
             draw_remainders(result.tests, plot)
     return result

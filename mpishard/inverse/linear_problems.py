@@ -449,7 +449,7 @@ def _run(
     shows = show and world.rank == 0
     watch = Watch(world, callback)
     if shows:
-        print(_HEAD)
+        log.show(_HEAD)
     istop, stopped = reason_to_stop(method.progress, method.bnorm, limits), False
     with Interrupts(speaks=world.rank == 0) as interrupts:
         while istop is None:
@@ -459,10 +459,9 @@ def _run(
                 log.warn(_WRONG_ADJOINT)
             istop = reason_to_stop(found, method.bnorm, limits)
             if shows:
-                print(
+                log.show(
                     f"{found.itn:>9} {found.r1norm:>16.9e} {found.r2norm:>16.9e} {found.arnorm:>10.2e} "
-                    f"{found.anorm:>10.2e} {found.acond:>10.2e}",
-                    flush=True,
+                    f"{found.anorm:>10.2e} {found.acond:>10.2e}"
                 )
             if files is not None:
                 cost = 0.5 * found.r2norm * found.r2norm
@@ -482,7 +481,7 @@ def _run(
     if files is not None:
         files.end(method.progress.itn, partial(_saved, method, unknowns), _MESSAGES[istop], stopped)
     if shows:
-        print(_MESSAGES[istop], flush=True)
+        log.show(_MESSAGES[istop])
     return istop
 
 

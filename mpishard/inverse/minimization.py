@@ -341,6 +341,7 @@ def solve(
 
         return ElasticMinimization(functions, unknowns, method, callback, loop, run).minimize()
     optimizer = ReverseCommunication(method, unknowns, mesh=run.mesh, reduction=run.reduction)
+    functions.meeting = optimizer.ranks.together if unknowns.is_split else None
     differences = None
     if functions.differences is not None:
         sums = run.reduction == "sum"

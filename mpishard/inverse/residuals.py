@@ -21,7 +21,7 @@ from mpishard.backend.exact_gram import ExactGram
 from mpishard.backend.sparse_rows import SparseRows
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.inverse.finite_differences import DIFFERENCES, Sparsity, moves_of, slope_of, steps_of
-from mpishard.inverse.functions import TERMS, EvaluationFailed
+from mpishard.inverse.functions import TERMS, EvaluationFailed, on_any
 from mpishard.inverse.operators import OwnRows, is_operator, summed
 from mpishard.inverse.trees import is_tree
 from mpishard.inverse.unknowns import Unknowns, has_names
@@ -451,7 +451,10 @@ class GaussNewtonFunctions:
         self._kept.move_to_end(key)
         while len(self._kept) > _POINTS:
             self._kept.popitem(last=False)
-        if which not in here:
+        is_missing = which not in here
+        if self._parts:  # a rank that has come to an elastic run has kept nothing, or what other samples gave
+            is_missing = on_any(self._world, is_missing)
+        if is_missing:
             with raised_on_all(self._meeting):
                 f = self._functions.residuals(x, *samples)
             with raised_on_all(self._meeting):

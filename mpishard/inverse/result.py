@@ -18,6 +18,7 @@ import numpy as np
 
 from mpishard import minimizers
 from mpishard.arguments import flag, integer, number, shown
+from mpishard.io import log
 from mpishard.minimizers.method import FAILURES, Method, Minimizer, Progress
 from mpishard.minimizers.penalty import AtReference
 
@@ -487,15 +488,14 @@ class Table:
         if not self._shows:
             return
         if not self._has_head:
-            print(_HEAD)
+            log.show(_HEAD)
             self._has_head = True
         seconds = time.perf_counter() - self._began
-        print(
+        log.show(
             f"{progress.iterations:>9} {progress.value:>17.10e} {progress.gradient_norm:>9.2e} "
-            f"{progress.projected_norm:>9.2e} {progress.step_length:>9.2e} {progress.evaluations:>11} {seconds:>9.2f}",
-            flush=True,
+            f"{progress.projected_norm:>9.2e} {progress.step_length:>9.2e} {progress.evaluations:>11} {seconds:>9.2f}"
         )
 
     def end(self, message: str) -> None:
         if self._shows:
-            print(message, flush=True)
+            log.show(message)

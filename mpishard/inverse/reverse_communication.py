@@ -361,7 +361,10 @@ class ReverseCommunication:
         Path
             The folder of the checkpoint.
         """
-        return self._mesh_ranks().save(folder)
+        path = self._mesh_ranks().save(folder)
+        if self.has_ended:
+            self.gather_result()  # the checkpoint has the next point
+        return path
 
     def load(self, folder: str | Path) -> None:
         """Continue from the newest checkpoint in a folder; with a mesh only.

@@ -21,6 +21,7 @@ from mpishard.inverse.residuals import GaussNewtonFunctions, Loss, ResidualFunct
 from mpishard.inverse.result import LoopOptions, OptimizeResult
 from mpishard.inverse.run_arguments import RunArguments
 from mpishard.inverse.unknowns import Unknowns
+from mpishard.io import log
 from mpishard.minimizers.least_squares import Options, State, require_finite
 from mpishard.minimizers.newton import GaussNewton
 
@@ -249,7 +250,8 @@ def least_squares(
         by_products = _ConjugateGradients.checked(settings, tr_options, mesh, **for_cg)
         same |= {"x0": f"{unknowns.total} elements", "method": method, "jac": jac, "loss": loss}
         same |= {"f_scale": f_scale, "tr_solver": tr_solver, "samples": samples, "elastic": elastic}
-        same["jac_sparsity"] = sparsity is not None
+        same |= {"jac_sparsity": sparsity is not None, "tr_options": tr_options}
+        same["preconditioner is given"] = preconditioner is not None
         if not settings.cg_start:
             same |= {"bounds": (settings.lower, settings.upper), **vars(settings.options)}
         same |= by_products.run.files_given()
@@ -364,8 +366,10 @@ class _ConjugateGradients:
     def minimize(self, functions: ResidualFunctions, loss: Loss, callback: Callback) -> OptimizeResult:
         """Minimise in the loop of `minimize`. Collective over the mesh."""
         mesh, elastic = self.run.mesh, self.run.elastic
-        world = OneRank() if mesh is None or elastic is not None else mesh.world
         settings, unknowns = self.settings, self.settings.unknowns
+        world: Any = OneRank()
+        if mesh is not None and (elastic is None or unknowns.has_fields):
+            world = mesh.world if elastic is None else mesh.tensor  # whose ranks get the same samples
         if not settings.cg_start:
             unknowns = Unknowns(settings.start)
         elif unknowns.has_fields:
@@ -400,7 +404,7 @@ class _ConjugateGradients:
             result["active_mask"] = unknowns.like_x0(settings.active_mask(unknowns.vector("x", found.x)))
         message = _message(status, settings.options, progress.projected_norm) if status >= 0 else found.message
         if settings.verbose == 1 and (mesh is None or mesh.rank == 0):
-            print(message, flush=True)
+            log.show(message)
         result |= {"grad": found.jac, "optimality": progress.projected_norm, "nit": progress.iterations}
         result |= {"nfev": progress.evaluations, "njev": progress.evaluations, "nhev": progress.products}
         result |= {"loss": settings.loss, "f_scale": settings.f_scale}
@@ -447,13 +451,13 @@ def _run(
     is_first, watch = rows.world.rank == 0, Watch(rows.world, callback)
     shows = settings.verbose == 2 and is_first
     if shows:
-        print(_HEAD)
+        log.show(_HEAD)
     status = None
     saved = None if files is None else _resumed(files, settings.options)
     called = 0 if saved is None else saved.iterations  # the last iteration that the callback has seen
     for state in settings.iterate(rows, saved):
         if shows:
-            print(f"{state.iterations:>9} {state.nfev:>11} {state.cost:>17.10e} {state.optimality:>11.2e}", flush=True)
+            log.show(f"{state.iterations:>9} {state.nfev:>11} {state.cost:>17.10e} {state.optimality:>11.2e}")
         status = state.status
         if state.iterations > called:
             called = state.iterations
@@ -467,7 +471,7 @@ def _run(
         files.end(state.iterations, partial(_saved, state, settings.options))
     message = _message(status, settings.options, state.optimality)
     if settings.verbose and is_first:
-        print(message, flush=True)
+        log.show(message)
     return OptimizeResult(
         x=state.x,
         cost=state.cost,

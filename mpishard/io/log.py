@@ -29,6 +29,12 @@ def warn(text: str) -> None:
     _prepared().warning("%s", text)
 
 
+def show(text: str) -> None:
+    """Print what a user has asked to see; a full disk, or a terminal that is gone, is no error of one rank."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, flush=True)
+
+
 def _prepared() -> logging.Logger:
     """The logger, with a handler, unless the script has given it one."""
     if not LOGGER.handlers:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,14 +17,29 @@ from typing import Any, TypeVar
 from mpishard.io.files import read_note, remove_notes, write_note
 
 E = TypeVar("E", bound=BaseException)
+T = TypeVar("T")
 
 _FOLDER, _ATTEMPT, _FIRST = "MPISHARD_RUN", "MPISHARD_ATTEMPT", "MPISHARD_FIRST_ATTEMPT"
 # The number of the process that reports.  Those that it starts inherit the variable, and report nothing.
 _REPORTER = "MPISHARD_REPORTER"
+# How long notes at the end of a job wait for a shared disk that fails, and between two trials.
+_DISK_S, _AGAIN_S = 60.0, 0.2
 # An attribute of errors that a process raises because another one has failed.
 ECHO = "mpishard_echo"
 # An attribute of errors that all ranks of a communicator raise equally, after an exchange: the number of these ranks.
 ON_ALL_RANKS = "mpishard_on_all_ranks"
+
+
+def patiently(call: Callable[[], T]) -> T:
+    """What a call returns that reads or writes notes; where the disk fails, it is made again for a while."""
+    limit = time.monotonic() + _DISK_S
+    while True:
+        try:
+            return call()
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) or time.monotonic() > limit:  # of a folder that was removed
+                raise
+        time.sleep(_AGAIN_S)
 
 
 def raised_by_all(error: E, ranks: int) -> E:
@@ -242,9 +258,9 @@ class JobNotes:
 
     def _heal(self) -> Heal | None:
         with contextlib.suppress(FileNotFoundError):
-            time = self._path("healed").stat().st_mtime
+            written = self._path("healed").stat().st_mtime
             found = self._read("healed")
-            return None if found is None else Heal(found[0], found[1], time)
+            return None if found is None else Heal(found[0], found[1], written)
         return None
 
     def _write(self, name: str, content: Any) -> None:

@@ -24,7 +24,7 @@ from types import FrameType
 from mpishard.io.files import NotPrivateError, opened
 from mpishard.io.stderr import say
 from mpishard.launch.exit_codes import exit_code
-from mpishard.launch.job_notes import JobNotes
+from mpishard.launch.job_notes import JobNotes, patiently
 from mpishard.launch.launchers import (
     Host,
     HostMonitor,
@@ -140,7 +140,7 @@ class Supervisor:
             silent = self._watch(process, start, folder, monitor, ended)
             ended = time.monotonic()
             outcome = self._end_job(process, folder, monitor, bool(silent))
-            folder = folder.next()  # processes that cannot be reached see this and end themselves
+            folder = patiently(folder.next)  # processes that cannot be reached see this and end themselves
             asked = tuple(host for host in self.hosts if host not in silent)
             answering = sweep(asked, self.job.hosts.shell, self.job.hosts.probe_limit, "MPISHARD_RUN", str(folder.path))
             follows = decide(self.job.policy, history, outcome, self.hosts, answering)
@@ -156,7 +156,7 @@ class Supervisor:
         self, process: subprocess.Popen[bytes], folder: JobNotes, monitor: ProgressMonitor, host_lost: bool
     ) -> JobOutcome:
         """End the job if it still runs; returns its outcome."""
-        notes = folder.notes  # before the job is ended, since that may add notes of the ranks
+        notes = patiently(lambda: folder.notes)  # before the job is ended, since that may add notes of the ranks
         code = process.poll()
         if code is None:
             self._end(process, _END_WITHOUT_S if host_lost else _END_S)
@@ -243,7 +243,10 @@ class Supervisor:
                 self._say(f"{name} again: the ranks are killed, and save nothing more")
                 return True
             self._stopped, self._stop_began = number, time.monotonic()
-            if number == signal.SIGINT and not folder.notes.started:
+            begun = True
+            with contextlib.suppress(OSError):
+                begun = folder.notes.started
+            if number == signal.SIGINT and not begun:
                 self._at_once = True
                 self._say("Ctrl-C before the ranks have begun: they are killed")
                 return True

@@ -1,4 +1,7 @@
-"""The supervisor as a program that never loads MPI: ``python -I supervisor_main.py JSON``, with the fields of `Job`.
+"""The supervisor as a program that never loads MPI: ``python -I supervisor_main.py JSON COMMAND...``.
+
+JSON has the other fields of `Job`.  The words of the command are arguments of their own, since Linux takes 128 KiB in
+one at most.
 
 A process that has initialised MPI must not start jobs and outlive them, and importing any part of mpishard initialises
 it.  So an empty module replaces the package `mpishard`.
@@ -27,7 +30,7 @@ def main() -> int:
     groups = {"hosts": HostSettings, "policy": Policy, "limits": ProgressLimits}
     parts = {name: group(**fields[name]) for name, group in groups.items()}
     try:
-        return Supervisor(Job(**{**fields, **parts})).run()
+        return Supervisor(Job(tuple(sys.argv[2:]), **{**fields, **parts})).run()
     except ValueError as error:
         message = str(error)
     except OSError as error:

@@ -273,6 +273,19 @@ def test_the_result_of_ones_own_loop(mesh, same_on_all):
     assert running.gather_result().status == -1
 
 
+def test_a_checkpoint_after_the_end_leaves_the_result(mesh, folder):
+    start = FlatParameters((ParameterSpec("x", (SIZE,)),))
+    start.flat[...] = START
+    optimizer = ReverseCommunication("L-BFGS-B", start, mesh=mesh)
+    for _ in range(4):
+        optimizer.tell(*rosenbrock(optimizer.ask().x.flat))
+    optimizer.stop()
+    assert optimizer.result.x is start
+    best = start.flat.copy()
+    optimizer.save(folder)
+    assert np.array_equal(start.flat, best) and optimizer.result.fun == rosenbrock(best)[0]
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.usefixtures("without_debug")
 @pytest.mark.parametrize("reduction", [None, "sum"])

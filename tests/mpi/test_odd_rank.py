@@ -309,6 +309,8 @@ TABLE = [
         {"max_nfev": 3},
         {"tr_solver": "cg"},
         {"jac_sparsity": np.ones((3, 3))},
+        {"preconditioner": 2.0},
+        {"tr_options": {"maxcg": 3}},
         {"elastic": True},
         {"resume": True},
         {"checkpoints": CHECKPOINTS},

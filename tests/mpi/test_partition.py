@@ -171,6 +171,50 @@ def test_terms_of_elastic_runs_come_with_the_first_sample(comm):
         assert found.nfev == expected.nfev and found.fun == pytest.approx(expected.fun, rel=1e-13)
 
 
+@pytest.mark.parametrize("given", [{}, {"samples": 1, "elastic": True}], ids=["fixed", "elastic"])
+def test_where_fun_has_failed_on_one_rank_none_calls_jac(comm, given):
+    """There it could wait for that rank."""
+    calls = []
+
+    def fun(x, *samples):
+        calls.append("fun")
+        if calls.count("fun") == 3 and comm.rank == comm.size - 1:
+            raise mpishard.EvaluationFailed("diverged")
+        return float((x**4).sum())
+
+    def jac(x, *samples):
+        calls.append("jac")
+        return 4 * x**3
+
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        start = Partition(np.full(2, 3.0), mesh)
+        found = minimize(fun, start, jac=jac, mesh=mesh, reduction="sum", **given)
+        assert found.success and len(set(comm.allgather(tuple(calls)))) == 1
+        where = f" on rank {comm.size - 1}" if comm.size > 1 else ""
+        assert f"an evaluation failed{where}: diverged" in found.message
+
+
+def test_where_the_function_has_failed_on_one_rank_none_calls_a_term(comm):
+    calls = []
+
+    class Counted(mpishard.Tikhonov):
+        def value_and_gradient(self, x):
+            calls.append("term")
+            return 0.0, np.zeros(x.shape)
+
+    def fun(x):
+        calls.append("fun")
+        if calls.count("fun") == 3 and comm.rank == comm.size - 1:
+            raise mpishard.EvaluationFailed("diverged")
+        return float((x**4).sum()), 4 * x**3
+
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        start = Partition(np.full(2, 3.0), mesh)
+        given = {"mesh": mesh, "reduction": "sum"}
+        found = minimize(mpishard.regularized(fun, Counted(order=0, partition=start), **given), start, **given)
+        assert found.success and len(set(comm.allgather(tuple(calls)))) == 1
+
+
 def test_elastic_evaluations_of_one_rank_fail_and_are_tried_again(comm):
     """What one rank of a group raises counts for all of it: as an infinite value, or as a call to try again."""
     with mpishard.Mesh(comm, tensor=pairs_or_all(comm)) as mesh:
@@ -404,6 +448,24 @@ def test_elastic_least_squares_have_the_bits_of_one_process(comm, fitted_alone):
         elastic = {"max_workers": 1, "rebuild": rebuild}
         found = fitted(dealt_out, start, mesh, samples=len(SHOTS), elastic=elastic)
         assert is_that_of_one_process(comm, found, numbers, fitted_alone)
+
+
+def test_elastic_ranks_of_a_group_call_the_residuals_together(comm):
+    """Also one without values, or whose values stay: the others may need it in the collectives of the functions."""
+    part, calls = np.ones(2 * (comm.rank > 0 or comm.size == 1)), []
+
+    def residuals(x, samples):
+        calls.append(x.copy())
+        return x * x - 2.0
+
+    def jacobian(x, samples):
+        return SimpleNamespace(shape=(x.size, x.size), matvec=lambda v: 2 * x * v, rmatvec=lambda u: 2 * x * u)
+
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        start = Partition(part, mesh)
+        found = mpishard.least_squares(residuals, start, jacobian, mesh=mesh, samples=1, elastic=True)
+        assert np.allclose(found.x, 2**0.5) and len(calls) == found.nfev > 2
+        assert len(set(comm.allgather(len(calls)))) == 1
 
 
 def test_groups_share_the_residuals(comm, fitted_alone):

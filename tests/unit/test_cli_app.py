@@ -363,6 +363,17 @@ def test_each_rank_has_a_file_of_its_output(tmp_path):
     }
 
 
+def test_a_command_of_many_words_reaches_the_launcher(tmp_path):
+    """Also one of more than 128 KiB, which is what Linux takes in one argument."""
+    launcher = tmp_path / "mpirun"
+    launcher.write_text("#!/bin/sh\necho $#\n")
+    launcher.chmod(0o700)
+    words = ["x" * 1000] * 200
+    command = [sys.executable, "-m", "mpishard", "run", "--launcher", str(launcher), "-n", "1", "true", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.split() == ["203"], done.stderr[-1000:]
+
+
 def test_a_folder_of_output_that_cannot_be(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["run", "--log-dir", str(tmp_path / "file" / "logs"), "-n", "1", "true"]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from residual_problems import Bundle, Curve, Diffusion
 
 import mpishard
 from mpishard import least_squares
-from mpishard.inverse.residuals import LOSSES, Loss
+from mpishard.comm.errors import OneRank
+from mpishard.inverse.residuals import LOSSES, GaussNewtonFunctions, Loss, ResidualFunctions
 
 # `least_squares` on one process: SciPy's answers in about as many evaluations, its arguments and its errors.
 
@@ -423,3 +425,28 @@ def test_a_start_that_is_a_tree():
         least_squares(residuals, start, bounds=([0, 0, 0], 1))
     with pytest.raises(ValueError, match="least_squares .*real numbers"):
         least_squares(residuals, {"offset": 1j, "decay": np.ones(2)})
+
+
+def test_a_rank_computes_again_what_another_one_has_not_kept():
+    """As one that has come to an elastic run: the residuals of a field may be collective."""
+
+    class Ranks(OneRank):
+        other_is_new = False
+
+        def all_reduce(self, buffer, *, op="sum", label=""):
+            return buffer | self.other_is_new if (op, label) == ("max", "control") else buffer
+
+    def fun(x):
+        calls.append(x)
+        return x - 1.0
+
+    calls, ranks, x, limits = [], Ranks(), np.zeros(2), np.full(2, np.inf)
+    part = SimpleNamespace(is_split=True, tree=None, vector=lambda what, given: given, like_x0=lambda given: given)
+    functions = ResidualFunctions(fun, lambda x: np.eye(2), (), None, None, -limits, limits, part)
+    squares = GaussNewtonFunctions(functions, Loss("linear", 1.0), ranks, part)
+    squares.product(x, x)
+    squares.product(x, x)
+    assert len(calls) == 1
+    ranks.other_is_new = True
+    squares.product(x, x)
+    assert len(calls) == 2

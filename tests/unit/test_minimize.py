@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import math
 import pickle
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,6 +27,18 @@ from mpishard.minimizers import NonlinearCG
 from mpishard.minimizers.line_search import HagerZhang, MoreThuente
 
 # `minimize` on one process: SciPy's conventions.
+
+
+def test_tables_on_a_full_disk_end_no_run(monkeypatch):
+    """On a mesh it would be the error of rank 0 alone, for which the others would wait."""
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=full, flush=full))
+    assert minimize(rosenbrock, np.zeros(3), options={"disp": True}).success
+    for solver in ("exact", "cg"):
+        assert mpishard.least_squares(lambda x: x - 1, np.zeros(3), tr_solver=solver, verbose=2).success
+    assert mpishard.lsqr(np.eye(2), np.ones(2), show=True).success
+    assert mpishard.check_gradient(rosenbrock, np.ones(3) / 2)
+    assert full.call_count > 10
 
 
 def recorded(fun):

@@ -528,12 +528,46 @@ def test_what_the_supervisor_cannot_read_or_write_for_a_while_ends_no_job(tmp_pa
     assert look.call_count == 2
 
 
+def test_a_disk_that_fails_for_a_while_does_not_end_the_run(tmp_path, monkeypatch):
+    """At Ctrl-C, and at the end of a job, whose notes say how it has ended."""
+    monkeypatch.setattr("mpishard.launch.job_notes._AGAIN_S", 0.0)
+    supervisor = Supervisor(Job(("true",), ranks=1, launcher="true"))
+    folder, fails = JobNotes.create(tmp_path / "run"), OSError(errno.ESTALE, "Stale file handle")
+    monkeypatch.setattr(JobNotes, "notes", property(Mock(side_effect=[fails, fails, Notes(ended=Ended(0))])))
+    monkeypatch.setattr(JobNotes, "next", Mock(side_effect=[fails, folder]))
+
+    def watch(process, *_):
+        supervisor._take_signal(signal.SIGINT, None)
+        assert not supervisor._handle_signals(SimpleNamespace(send_signal=lambda number: None), folder)
+        process.wait()
+        return set()
+
+    monkeypatch.setattr(supervisor, "_watch", watch)
+    monkeypatch.setattr(supervisor, "_end_all", lambda: None)
+    assert supervisor._run(folder) == 0
+
+
+def test_the_note_of_the_end_waits_for_a_disk_that_fails_for_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr("mpishard.launch.job_notes._AGAIN_S", 0.0)
+    reports, folder = object.__new__(supervisor_reports.Reports), JobNotes.create(tmp_path / "run")
+    reports._run, reports._process, reports.is_first, reports.is_silent = folder, os.getpid(), True, False
+    reports._stop, reports._thread, reports._ending = Mock(), Mock(), SimpleNamespace(code=0)
+    fails = OSError(errno.ESTALE, "Stale file handle")
+    ended = Mock(side_effect=[fails, None])
+    monkeypatch.setattr(supervisor_reports, "step_under_way", lambda: 7)
+    monkeypatch.setattr(JobNotes, "note_step", Mock(side_effect=fails))
+    monkeypatch.setattr(JobNotes, "note_ended", ended)
+    monkeypatch.delattr(sys, "last_value", raising=False)  # of a test that has failed
+    reports._end()
+    assert [call.args for call in ended.call_args_list] == [(Ended(0),)] * 2
+
+
 def test_the_supervisor_never_loads_mpi():
     bare = Path(mpishard.__file__).with_name("launch") / "supervisor_main.py"
     program = f"""
 import runpy, sys
 names = runpy.run_path({str(bare)!r}, run_name="bare")
-sys.argv = ["bare.py", '{{"command": [], "hosts": {{}}, "policy": {{}}, "limits": {{}}, "launcher": "/nowhere"}}']
+sys.argv = ["bare.py", '{{"hosts": {{}}, "policy": {{}}, "limits": {{}}, "launcher": "/nowhere"}}']
 assert names["main"]() == 2
 assert "mpishard.launch.supervisor" in sys.modules
 assert not {{"mpi4py", "numpy", "mpishard.comm.mesh"}} & set(sys.modules)

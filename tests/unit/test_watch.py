@@ -22,7 +22,7 @@ from mpishard.cli import main
 from mpishard.io.files import write_note
 from mpishard.launch.detection import MPICH, OPEN_MPI, SLURM, Launch, name_of_job
 from mpishard.watch import __main__ as command
-from mpishard.watch import calls, outside
+from mpishard.watch import calls, guard, outside
 from mpishard.watch.__main__ import main as watch
 from mpishard.watch.calls import call_in, call_on_line
 from mpishard.watch.diagnosis import diagnose, report, shortest_cycle
@@ -706,6 +706,21 @@ def test_a_rank_without_a_place_ends_the_job(tmp_path: Path, monkeypatch, capsys
     with pytest.raises(SystemExit, match="2"):
         watch()
     assert aborted and "give --folder a place" in capsys.readouterr().err
+
+
+def test_a_job_that_does_not_come_out_of_finalize_ends(folder: Path, monkeypatch, capsys) -> None:
+    """Not while one of its ranks runs."""
+    killed, (reader, writer) = [], os.pipe()
+    monkeypatch.setattr(guard, "_TEARDOWN_S", 10.0)
+    monkeypatch.setattr(os, "kill", lambda *which: killed.append(which))
+    for last in ("runs", "ended"):
+        for rank in range(3):
+            write(folder, says(rank, last if rank == 2 else "ended", ranks=3, code=0), age=20)
+        assert guard._is_in_finalize(read_folder(folder), 0.2) == (last == "ended")
+    with os.fdopen(reader) as stdin, os.fdopen(writer, "w"):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert guard.guard(folder, 0.2) == 1
+    assert killed == [(os.getppid(), signal.SIGKILL)] and "MPI_Finalize" in capsys.readouterr().err
 
 
 def test_wrong_usage_of_run() -> None:
