@@ -31,7 +31,7 @@ from mpi4py import MPI
 
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Ledger
-from mpishard.io.stderr import say
+from mpishard.io.terminal import say
 from mpishard.launch.exit_codes import INTERRUPTED
 from mpishard.launch.job_notes import ON_ALL_RANKS
 from mpishard.launch.script import describe

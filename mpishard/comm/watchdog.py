@@ -22,7 +22,7 @@ from mpi4py import MPI
 from mpishard.comm.abort import FIRST_S, LAST_S, DeathMonitor, abort, dead_ranks, let_mpi_progress
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Call, Ledger, users_level
-from mpishard.io.stderr import say
+from mpishard.io.terminal import say
 from mpishard.launch.script import innermost, main_frame
 
 # The default limits of a collective: seconds before the first step is over, when one rank may read data or compile

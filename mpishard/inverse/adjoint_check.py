@@ -14,7 +14,7 @@ from mpishard.backend.random import uniform_in_box
 from mpishard.comm.errors import raised_on_all
 from mpishard.inverse.functions import opening, world_of
 from mpishard.inverse.unknowns import is_part
-from mpishard.io import log
+from mpishard.io import terminal
 from mpishard.layout.boxes import whole_box
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def check_adjoint(
     error = abs(there - back) / size if size else float(there != back)
     check = AdjointCheck(bool(error <= limit), float(error), there, back)
     if disp and axis.rank == 0:
-        log.show(str(check))
+        terminal.show(str(check))
     return check
 
 

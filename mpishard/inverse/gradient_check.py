@@ -20,7 +20,7 @@ from mpishard.inverse.functions import TERMS, Functions, opening, world_of
 from mpishard.inverse.pictures import draw_remainders
 from mpishard.inverse.taylor import TaylorTest, taylor_test
 from mpishard.inverse.unknowns import Unknowns
-from mpishard.io import log
+from mpishard.io import terminal
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.problem import OptimizationProblem
 
@@ -352,7 +352,7 @@ def check_gradient(
     if part.world.rank == 0:
         if disp:
             size = sum(spec.size for spec in part.point.specs)
-            log.show(f"check of the gradient of {size} elements, {line.dtype}\n{result}")
+            terminal.show(f"check of the gradient of {size} elements, {line.dtype}\n{result}")
         if plot is not None:
             draw_remainders(result.tests, plot)
     return result

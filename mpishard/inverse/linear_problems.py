@@ -17,7 +17,7 @@ from mpishard.inverse.operators import MatrixOnRanks, OwnRows, RankSpace, check_
 from mpishard.inverse.result import OptimizeResult, count_of
 from mpishard.inverse.run_arguments import RunArguments
 from mpishard.inverse.unknowns import Unknowns
-from mpishard.io import log
+from mpishard.io import log, terminal
 from mpishard.launch.signals import Interrupts
 from mpishard.minimizers.linear_least_squares import CGLS, LSQR, LinearMethod, Tolerances, reason_to_stop
 from mpishard.minimizers.space import LocalSpace, Space
@@ -449,7 +449,7 @@ def _run(
     shows = show and world.rank == 0
     watch = Watch(world, callback)
     if shows:
-        log.show(_HEAD)
+        terminal.show(_HEAD)
     istop, stopped = reason_to_stop(method.progress, method.bnorm, limits), False
     with Interrupts(speaks=world.rank == 0) as interrupts:
         while istop is None:
@@ -459,7 +459,7 @@ def _run(
                 log.warn(_WRONG_ADJOINT)
             istop = reason_to_stop(found, method.bnorm, limits)
             if shows:
-                log.show(
+                terminal.show(
                     f"{found.itn:>9} {found.r1norm:>16.9e} {found.r2norm:>16.9e} {found.arnorm:>10.2e} "
                     f"{found.anorm:>10.2e} {found.acond:>10.2e}"
                 )
@@ -481,7 +481,7 @@ def _run(
     if files is not None:
         files.end(method.progress.itn, partial(_saved, method, unknowns), _MESSAGES[istop], stopped)
     if shows:
-        log.show(_MESSAGES[istop])
+        terminal.show(_MESSAGES[istop])
     return istop
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpishard import minimizers
 from mpishard.arguments import flag, integer, number, shown
-from mpishard.io import log
+from mpishard.io import terminal
 from mpishard.minimizers.method import FAILURES, Method, Minimizer, Progress
 from mpishard.minimizers.penalty import AtReference
 
@@ -488,14 +488,14 @@ class Table:
         if not self._shows:
             return
         if not self._has_head:
-            log.show(_HEAD)
+            terminal.show(_HEAD)
             self._has_head = True
         seconds = time.perf_counter() - self._began
-        log.show(
+        terminal.show(
             f"{progress.iterations:>9} {progress.value:>17.10e} {progress.gradient_norm:>9.2e} "
             f"{progress.projected_norm:>9.2e} {progress.step_length:>9.2e} {progress.evaluations:>11} {seconds:>9.2f}"
         )
 
     def end(self, message: str) -> None:
         if self._shows:
-            log.show(message)
+            terminal.show(message)

@@ -21,7 +21,7 @@ from mpishard.inverse.residuals import GaussNewtonFunctions, Loss, ResidualFunct
 from mpishard.inverse.result import LoopOptions, OptimizeResult
 from mpishard.inverse.run_arguments import RunArguments
 from mpishard.inverse.unknowns import Unknowns
-from mpishard.io import log
+from mpishard.io import terminal
 from mpishard.minimizers.least_squares import Options, State, require_finite
 from mpishard.minimizers.newton import GaussNewton
 
@@ -404,7 +404,7 @@ class _ConjugateGradients:
             result["active_mask"] = unknowns.like_x0(settings.active_mask(unknowns.vector("x", found.x)))
         message = _message(status, settings.options, progress.projected_norm) if status >= 0 else found.message
         if settings.verbose == 1 and (mesh is None or mesh.rank == 0):
-            log.show(message)
+            terminal.show(message)
         result |= {"grad": found.jac, "optimality": progress.projected_norm, "nit": progress.iterations}
         result |= {"nfev": progress.evaluations, "njev": progress.evaluations, "nhev": progress.products}
         result |= {"loss": settings.loss, "f_scale": settings.f_scale}
@@ -451,13 +451,13 @@ def _run(
     is_first, watch = rows.world.rank == 0, Watch(rows.world, callback)
     shows = settings.verbose == 2 and is_first
     if shows:
-        log.show(_HEAD)
+        terminal.show(_HEAD)
     status = None
     saved = None if files is None else _resumed(files, settings.options)
     called = 0 if saved is None else saved.iterations  # the last iteration that the callback has seen
     for state in settings.iterate(rows, saved):
         if shows:
-            log.show(f"{state.iterations:>9} {state.nfev:>11} {state.cost:>17.10e} {state.optimality:>11.2e}")
+            terminal.show(f"{state.iterations:>9} {state.nfev:>11} {state.cost:>17.10e} {state.optimality:>11.2e}")
         status = state.status
         if state.iterations > called:
             called = state.iterations
@@ -471,7 +471,7 @@ def _run(
         files.end(state.iterations, partial(_saved, state, settings.options))
     message = _message(status, settings.options, state.optimality)
     if settings.verbose and is_first:
-        log.show(message)
+        terminal.show(message)
     return OptimizeResult(
         x=state.x,
         cost=state.cost,

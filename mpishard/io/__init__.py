@@ -3,5 +3,5 @@
 Input: paths and bytes that another user or program may have written.
 Output: checked values, files that are whole or absent, and messages.
 
-Read ``files`` first, then ``hdf5``; ``log`` has the messages of all rooms, ``stderr`` is how a line gets out.
+Read ``files`` first, then ``hdf5``; ``log`` has the messages of all rooms, ``terminal`` is how a line gets out.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from mpishard.arguments import printable
-from mpishard.io.stderr import say
+from mpishard.io.terminal import say
 
 LOGGER = logging.getLogger("mpishard")
 
@@ -27,12 +27,6 @@ def inform(text: str) -> None:
 def warn(text: str) -> None:
     """Log what a user should look at, though the run continues; callers choose the rank that logs."""
     _prepared().warning("%s", text)
-
-
-def show(text: str) -> None:
-    """Print what a user has asked to see; a full disk, or a terminal that is gone, is no error of one rank."""
-    with contextlib.suppress(OSError, ValueError):
-        print(text, flush=True)
 
 
 def _prepared() -> logging.Logger:

@@ -7,6 +7,7 @@ here needs MPI.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -37,7 +38,9 @@ def patiently(call: Callable[[], T]) -> T:
         try:
             return call()
         except OSError as error:
-            if isinstance(error, FileNotFoundError) or time.monotonic() > limit:  # of a folder that was removed
+            # A folder that was removed, and a full disk, stay as they are.
+            stays = isinstance(error, FileNotFoundError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if stays or time.monotonic() > limit:
                 raise
         time.sleep(_AGAIN_S)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from mpishard.io.files import NotPrivateError, opened
-from mpishard.io.stderr import say
+from mpishard.io.terminal import say
 from mpishard.launch.exit_codes import exit_code
 from mpishard.launch.job_notes import JobNotes, patiently
 from mpishard.launch.launchers import (

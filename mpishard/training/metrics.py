@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mpishard.comm.axis import Axis
-from mpishard.io.stderr import say
+from mpishard.io.terminal import say
 from mpishard.record import RunRecord
 from mpishard.record.reading import VALIDATION
 from mpishard.reduction.tree_sum import tree_sum

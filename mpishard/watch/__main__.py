@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 
-from mpishard.io.stderr import say
+from mpishard.io.terminal import say
 from mpishard.launch.detection import Launch, launches, name_of_job
 from mpishard.launch.job_notes import Ended, JobNotes
 from mpishard.launch.worker import Script

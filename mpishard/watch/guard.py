@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from mpishard.io.stderr import say
+from mpishard.io.terminal import say
 from mpishard.launch.job_notes import Failure, JobNotes
 from mpishard.watch.diagnosis import report
 from mpishard.watch.folder import Asked, ask, end_job, read_folder

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from mpishard.io.files import open_to_append, time_of, write_note
-from mpishard.io.stderr import say
+from mpishard.io.terminal import say
 from mpishard.launch.detection import Launch
 from mpishard.launch.job_notes import JobNotes
 from mpishard.launch.script import NOT_USERS, main_frame
