@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -232,7 +232,8 @@ class ReadAhead:
     Parameters
     ----------
     batch : callable
-        ``batch(samples)`` returns a tuple of arrays, such as `TokenData.batch`.  The thread calls it, too.
+        ``batch(samples)`` returns a tuple of arrays, as `TokenData.batch` does, or of dictionaries and lists of arrays.
+        The thread calls it, too.
     max_bytes : int
         Of all micro-batches that wait to be used.  One whose size would go beyond this is not read ahead; sizes are
         taken from those read before, so that the first may.
@@ -341,7 +342,7 @@ class ReadAhead:
                 samples = self._wanted.pop(key)
             try:
                 found: Any = self.batch(samples)
-                size = sum(int(getattr(array, "nbytes", 0)) for array in found)
+                size = _nbytes(found)
             except (Exception, SystemExit) as error:  # the caller raises it
                 found, size = error, 0
             with self._changed:
@@ -365,3 +366,10 @@ class ReadAhead:
 
 def _key(samples: np.ndarray) -> bytes:
     return np.ascontiguousarray(samples, np.int64).tobytes()
+
+
+def _nbytes(batch: Any) -> int:
+    """The bytes of the arrays of a micro-batch, also of those within dictionaries, lists and tuples."""
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    return sum(map(_nbytes, batch)) if isinstance(batch, list | tuple) else int(getattr(batch, "nbytes", 0))

@@ -360,6 +360,19 @@ def test_nothing_is_read_ahead_that_has_no_room():
     assert batch.calls == 9
 
 
+def test_arrays_within_dictionaries_and_lists_count():
+    reads = threading.Event()
+
+    def tree(samples):
+        reads.set()
+        return {"x": np.zeros(8)}, [np.zeros(2), (np.zeros(1),)]
+
+    with ReadAhead(tree) as batch:
+        batch.expect(MICRO[:1])
+        assert reads.wait(timeout=60)
+    assert batch.most_bytes == 88
+
+
 def test_an_error_is_raised_where_the_samples_are_asked_for():
     source = Source()
     with ReadAhead(source) as batch:
