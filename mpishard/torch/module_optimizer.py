@@ -326,13 +326,19 @@ class ModuleOptimizer(torch.optim.Optimizer):
         Raises
         ------
         ValueError
-            On every rank, for another norm than 2 of divided gradients; or if not all ranks have called it with the
-            same arguments, which is found here where ranks divide the gradients, else by `step`.
+            On every rank, for another norm than 2 of divided gradients; with ``auto_sync_gradients=False``; or if not
+            all ranks have called it with the same arguments, which is found here where ranks divide the gradients, else
+            by `step`.
         TypeError
             If `max_norm` or `norm_type` is no number.
         """
         max_norm = number("max_norm", without_dimensions(max_norm), least=0, finite=False)
         norm_type = number("norm_type", without_dimensions(norm_type), finite=False)
+        if not self.optimizer.config.auto_sync_gradients:
+            raise ValueError(
+                "clip_grad_norm_ with auto_sync_gradients=False would end a sum to which steps add: give "
+                "ShardingConfiguration(max_gradient_norm=...), which clips the mean of all steps"
+            )
         hooks, state = self._hooks, self.optimizer.state
         call = f"max_norm={max_norm:g} norm_type={norm_type:g}"
         if hooks.complete():

@@ -686,6 +686,8 @@ def test_steps_that_only_add_come_to_one_along_their_mean(mesh, zero):
         if auto:
             optimizer.step(count=2 * mesh.size)
         else:
+            with pytest.raises(ValueError, match="auto_sync_gradients=False .*max_gradient_norm"):
+                optimizer.clip_grad_norm_(1.0)
             optimizer.optimizer.synchronize_optimizer_state()
         found.append(optimizer.parameters.gather())
     np.testing.assert_allclose(*found, rtol=0, atol=1e-12)
