@@ -10,7 +10,6 @@ import ctypes
 import faulthandler
 import linecache
 import os
-import sys
 import threading
 import time
 from pathlib import Path
