@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpishard import nn
-from mpishard.nn.model_facts import fields_of
 from mpishard.nn.options import ModelKeywords, ModelOptions
 
 ARCHITECTURE = nn.Architecture(11, 6, 8, 5, 4)
@@ -121,7 +120,7 @@ def test_sizes_are_integers(place, what):
 @pytest.mark.parametrize("kind", [nn.Architecture, nn.LlamaArchitecture])
 def test_sizes_of_numpy_can_be_saved_and_exported(kind):
     """Both write JSON, which takes none of NumPy's numbers."""
-    fields = fields_of(kind(*map(np.int64, (11, 6, 8, 5, 4)), tied=np.True_, dropout=np.float32(0.5)))
+    fields = dataclasses.asdict(kind(*map(np.int64, (11, 6, 8, 5, 4)), tied=np.True_, dropout=np.float32(0.5)))
     assert json.loads(json.dumps(fields)) == fields
 
 
