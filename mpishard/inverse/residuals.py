@@ -452,7 +452,7 @@ class GaussNewtonFunctions:
         while len(self._kept) > _POINTS:
             self._kept.popitem(last=False)
         is_missing = which not in here
-        if self._parts:  # a rank that has come to an elastic run has kept nothing, or what other samples gave
+        if self._parts:  # a rank that has joined the run has kept nothing, or what other samples gave
             is_missing = on_any(self._world, is_missing)
         if is_missing:
             with raised_on_all(self._meeting):

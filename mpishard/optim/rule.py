@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from mpishard.arguments import flag, listed, number, returned, shown
+from mpishard.arguments import flag, integer, listed, number, returned, shown
 from mpishard.backend.array import Kernel
 
 Array = Any
@@ -230,9 +230,9 @@ class Rule(ABC):
                 self._check_betas(getattr(self, each.name))
             elif kind == "float":  # of a rule of the user's own
                 self._check(each.name, least=None)
-            elif kind == "bool":
-                what = f"{type(self).__name__}: {each.name}"
-                object.__setattr__(self, each.name, flag(what, getattr(self, each.name)))
+            elif kind in ("bool", "int"):
+                what, checked = f"{type(self).__name__}: {each.name}", flag if kind == "bool" else integer
+                object.__setattr__(self, each.name, checked(what, getattr(self, each.name)))
 
     def _check_groups(self) -> None:
         given, what = self.groups, f"{type(self).__name__}: groups"

@@ -194,8 +194,9 @@ class Watcher(Sampler):
             faulthandler.dump_traceback_later(self._frozen_s, file=self._stack)
         self._is_stuck = self._is_pending  # the main thread has run no code of Python since the last look
         if not self._is_pending:
-            self._is_pending = True
-            ctypes.pythonapi.Py_AddPendingCall(self._note_move, None)
+            self._is_pending = True  # before, since the main thread may run it at once
+            if ctypes.pythonapi.Py_AddPendingCall(self._note_move, None):  # the queue is full
+                self._is_pending = False
         if os.fstat(self._stack).st_size:  # it was written while the main thread kept the lock
             os.ftruncate(self._stack, 0)
         if self._limit is not None:  # before anything that a full disk refuses

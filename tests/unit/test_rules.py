@@ -432,9 +432,12 @@ def test_fields_of_a_rule_of_ones_own_are_checked_by_their_type() -> None:
         pull: float = -0.5
         warm: bool = False
         note: str = ""
+        rounds: int = 2
 
     assert (Own(pull=3).pull, Own().pull) == (3.0, -0.5)
-    for values, error in (({"pull": math.nan}, ValueError), ({"pull": "1"}, TypeError), ({"warm": 1}, TypeError)):
+    assert type(Own(rounds=np.int64(3)).rounds) is int  # one of NumPy cannot be saved
+    wrong: list[dict[str, Any]] = [{"pull": "1"}, {"warm": 1}, {"rounds": 2.5}]
+    for values, error in (({"pull": math.nan}, ValueError), *((each, TypeError) for each in wrong)):
         with pytest.raises(error, match=f"Own: {next(iter(values))}="):
             Own(**values)  # type: ignore[arg-type]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import os
@@ -695,6 +696,19 @@ def test_a_rank_answers_where_the_clock_was_set_back(tmp_path: Path, monkeypatch
     watcher.look()
     faulthandler.cancel_dump_traceback_later()
     assert watcher.path.exists()
+
+
+def test_a_rank_whose_queue_of_calls_is_full_is_not_stuck(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", faulthandler.dump_traceback_later)  # restored at the end
+    monkeypatch.setattr(ctypes.pythonapi, "Py_AddPendingCall", lambda call, argument: -1)
+    (tmp_path / PROCESSES).mkdir()
+    watcher = Watcher(tmp_path, Launch("MPICH", "", 1, 2), None, limit=None)
+    watcher.watch()
+    watcher.end()
+    for _ in range(2):
+        watcher.look()
+    faulthandler.cancel_dump_traceback_later()
+    assert watcher.waited() == 0.0
 
 
 def test_a_rank_without_a_place_ends_the_job(tmp_path: Path, monkeypatch, capsys) -> None:
