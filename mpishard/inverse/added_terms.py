@@ -113,13 +113,14 @@ def regularized(
             return value, given
         # A copy, unless x has names: the function may change the point that it is given.  A rank may have no values.
         unknowns = Unknowns(x, may_be_empty=True)
-        sharing = [*(_fitting(x, *pair)._axis for pair in pairs), *(_sharing(x, mesh) for _ in priors)]
+        fitting = [_fitting(x, *pair) for pair in pairs]
+        of_priors = _sharing(x, mesh) if priors else OneRank()
+        sharing = [*(term._axis for term in fitting), of_priors]
         # Of ranks that share a field none may wait in a term for one where the function has failed.
         with raised_on_all(next((ranks for ranks in sharing if ranks.size > 1), None)):
             value, given = function(x, *samples)
             gradient = unknowns.vector("the gradient", given).copy()
-        for pair in pairs:
-            term = _fitting(x, *pair)
+        for term in fitting:
             field, start = _array_and_start(unknowns, x, term)
             added, slope = term.value_and_gradient(field)
             # Every tensor rank has the value of the whole field, unless there is an exchange.
@@ -128,10 +129,9 @@ def regularized(
             if not (summed and _is_partial(x, term) and _tensor_rank(x, term)):
                 gradient[start : start + slope.size] += slope.reshape(-1)
         for prior in priors:
-            ranks = _sharing(x, mesh)
-            added, slope = _of_prior(prior, x, unknowns, ranks)
+            added, slope = _of_prior(prior, x, unknowns, of_priors)
             gradient += slope
-            if not (summed and (x.place.tensor_rank if has_names(x) else ranks.rank)):
+            if not (summed and (x.place.tensor_rank if has_names(x) else of_priors.rank)):
                 value = value + added
         return value, unknowns.like_x0(gradient)
 
