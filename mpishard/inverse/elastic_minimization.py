@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import raised_on_all
-from mpishard.data.sampling import micro_batches
+from mpishard.data.sampling import micro_batches, share
 from mpishard.data_parallel.method_state import Stages
 from mpishard.data_parallel.results import TrainingState
 from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
@@ -21,7 +22,7 @@ from mpishard.inverse.functions import Attempts, Callback, EvaluationFailed, Fun
 from mpishard.inverse.mesh_run import HOW_TO_SUM, MinimizingRanks, check_identical, digest, exchange, parameters_of
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, result_of
 from mpishard.inverse.run_arguments import RunArguments
-from mpishard.inverse.run_files import expect_no_constraints
+from mpishard.inverse.run_files import expect_no_constraints, expect_same_function
 from mpishard.inverse.unknowns import Unknowns, copy_of_point
 from mpishard.io import log
 from mpishard.launch.job_notes import ECHO
@@ -161,6 +162,8 @@ class ElasticMinimization(MinimizingRanks):
         minimizer, method = self.minimizer, self.minimizer.method
         progress, unknowns, reason = minimizer.progress, self._unknowns, found.stop_reason
         gradient, at_reference = self.gather(minimizer.gradient), minimizer.at_reference
+        if self._of_stage is None and found.resumed_steps == found.steps and not math.isnan(progress.value):
+            self._check_function(problem)
         unknowns.show()
         _, failure = max(self.mesh.world.allgather_object(self._failure), key=lambda each: each[0])
         hint = failure or unknowns.gradient_hint(reason)
@@ -255,6 +258,16 @@ class ElasticMinimization(MinimizingRanks):
             of_groups = [digest(parts) for parts in np.ascontiguousarray(facts[:, 0]).reshape(-1, sharers)]
             check_identical(f"values of {what}", np.repeat(of_groups, sharers), _HOW_TO_DIVIDE)
         return value, False
+
+    def _check_function(self, problem: SumOverSamples) -> None:
+        """Raise ValueError unless the minimisation that had ended before it was resumed is of this function."""
+        data, minimizer, checkpoints = self.mesh.data, self.minimizer, self._run.checkpoints
+        assert checkpoints is not None
+        own = share(np.arange(problem.samples), data.rank, data.size, problem.micro_batch_size)
+        with raised_on_all(self.mesh.world):
+            value = sum(self._add_gradient(self._parameters, samples, defaultdict(float)) for samples in own)
+        total = float(data.all_reduce(np.array([value]), label="control")[0])
+        expect_same_function(total + minimizer.added_at(minimizer.best), minimizer.progress.value, checkpoints.folder)
 
     def _product_after_end(self, x: Any, direction: Array) -> Array:
         """The Hessian at x times a direction, of which this rank has its part; collective over the ranks that are left.

@@ -121,13 +121,7 @@ class RunFiles:
         found = self._ranks.combined("the gradient", value, gradient, problem)
         assert found is not None
         minimizer = self._ranks.minimizer
-        value = found[1] + minimizer.added_at(minimizer.best)
-        if not abs(value - saved) <= SAME_FUNCTION * max(abs(value), abs(saved)):
-            raise ValueError(
-                f"the checkpoint in {self._checkpoints.folder} is of another function: its best iterate had the value "
-                f"{saved:.12g}, and this function is {value:.12g} there; give each function its own folder, or "
-                "resume=False"
-            )
+        expect_same_function(found[1] + minimizer.added_at(minimizer.best), saved, self._checkpoints.folder)
 
     def evaluated(self, ended: bool) -> None:
         """Record an evaluation or a product, and save if that is due. The parameters are the next point.
@@ -166,6 +160,15 @@ class RunFiles:
         self._optimizer.state.consolidate()
         outer = {} if self._outer is None else self._outer.facts()
         self._checkpoints.save(self._optimizer.state.capture().with_facts({_START: {"norm": self._start}, **outer}))
+
+
+def expect_same_function(value: float, saved: float, folder: Any) -> None:
+    """Raise ValueError if the best iterate of the checkpoint in a folder had another value than this function has."""
+    if not abs(value - saved) <= SAME_FUNCTION * max(abs(value), abs(saved)):
+        raise ValueError(
+            f"the checkpoint in {folder} is of another function: its best iterate had the value {saved:.12g}, and this "
+            f"function is {value:.12g} there; give each function its own folder, or resume=False"
+        )
 
 
 def expect_no_constraints(facts: Mapping[str, Any], folder: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -403,6 +404,19 @@ def test_a_checkpoint_of_another_function_is_refused(mesh, folder):
         assert went_on.nit == 5
         with pytest.raises(ValueError, match=words):  # it had ended
             minimize(other, START, options={"maxiter": 5}, **files)
+
+
+@pytest.mark.parametrize("samples", [None, 70])
+def test_an_elastic_run_refuses_a_checkpoint_that_another_function_has_ended(mesh, folder, samples):
+    def fun(x, these=np.arange(70), scale=1.0):
+        return of_samples(x, these, scale)
+
+    with mpishard.Checkpoints(folder, mesh, every=2) as checkpoints:
+        files = {"mesh": mesh, "checkpoints": checkpoints, "resume": True, "elastic": True, "samples": samples}
+        found = minimize(fun, START, **files)
+        assert np.array_equal(minimize(fun, START, **files).x, found.x)
+        with pytest.raises(ValueError, match="is of another function"):
+            minimize(partial(fun, scale=2.0), START, **files)
 
 
 ROWS = np.random.default_rng(1).standard_normal((70, SIZE))
