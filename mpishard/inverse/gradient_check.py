@@ -325,6 +325,9 @@ def check_gradient(
     ------
     TypeError, ValueError
         On all ranks, if an argument is invalid, or the function has no finite value and gradient at x.
+    OSError
+        On all ranks, if the file of `plot` cannot be written.  ModuleNotFoundError if matplotlib is not installed
+        (``mpishard[cli]``), which is a RuntimeError on the other ranks.
 
     Examples
     --------
@@ -349,11 +352,11 @@ def check_gradient(
     if terms := getattr(getattr(function, TERMS, None), "nonsmooth", ()):
         kind = type(terms[0]).__name__
         result = replace(result, verdict=f"{result.verdict}; without the {kind} terms, which minimize alone takes")
-    if part.world.rank == 0:
-        if disp:
-            size = sum(spec.size for spec in part.point.specs)
-            terminal.show(f"check of the gradient of {size} elements, {line.dtype}\n{result}")
-        if plot is not None:
+    if disp and part.world.rank == 0:
+        size = sum(spec.size for spec in part.point.specs)
+        terminal.show(f"check of the gradient of {size} elements, {line.dtype}\n{result}")
+    with raised_on_all(part.world):
+        if plot is not None and part.world.rank == 0:
             draw_remainders(result.tests, plot)
     return result
 

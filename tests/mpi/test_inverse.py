@@ -112,6 +112,8 @@ def test_what_ranks_do_wrong_is_an_error_on_all(mesh: mpishard.Mesh, capsys: pyt
     capsys.readouterr()
     assert mpishard.check_gradient(lambda x: (x @ x, 2 * x), x, mesh=mesh)
     assert ("PASS" in capsys.readouterr().out) == (mesh.rank == 0)
+    with pytest.raises(OSError, match="missing"):  # the first rank alone writes it
+        mpishard.check_gradient(lambda x: (x @ x, 2 * x), x, mesh=mesh, plot="missing/folder.png", disp=False)
 
 
 def test_an_operator_over_ranks(mesh: mpishard.Mesh) -> None:
