@@ -170,7 +170,8 @@ class TrainingRun:
         optimizer.config.mesh.ledger.step = step
         batch = self.batches.following()
         if self.problem.expect is not None:
-            self.runner.announce(self.batches.coming(_ANNOUNCED))
+            with self.deferred_error.capture(alone=not self.runner.together):
+                self.runner.announce(self.batches.coming(_ANNOUNCED))
         losses, count = self.runner.losses_and_gradient(batch)
         if optimizer.mesh.debug or len(self.losses) == self._resumed_steps:
             self._refuse_misuse()

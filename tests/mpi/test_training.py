@@ -580,7 +580,7 @@ def test_one_rank_stops_all_of_any_mesh(comm, reason, ctrl_c):
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
-@pytest.mark.parametrize("where", ["function", "callback", "exit"])
+@pytest.mark.parametrize("where", ["function", "callback", "expect", "exit"])
 @pytest.mark.quick
 def test_an_error_of_one_rank_is_raised_on_all(mesh, comm, where, elastic):
     """A script that catches it can go on: no rank waits, and the parameters are those of the last step."""
@@ -592,7 +592,7 @@ def test_an_error_of_one_rank_is_raised_on_all(mesh, comm, where, elastic):
             raise SystemExit(3) if where == "exit" else LookupError("no data")
 
     def function(parameters, samples, gradients):
-        if where != "callback":
+        if where in ("function", "exit"):
             fail()
         return least_squares(parameters, samples, gradients)
 
@@ -604,7 +604,7 @@ def test_an_error_of_one_rank_is_raised_on_all(mesh, comm, where, elastic):
     seen = []
     kind = mpishard.ElasticOptimizer if elastic else DDPOptimizer
     optimizer = kind(SGD(lr=0.01), mesh)
-    task = problem(function=function)
+    task = problem(function=function, expect=lambda coming: fail() if where == "expect" else None)
     raised = SystemExit if where == "exit" else LookupError if mesh.rank == comm.size - 1 else RuntimeError
     with pytest.raises(raised) as error:
         optimizer.optimize(task, callback=callback, progress=False)
