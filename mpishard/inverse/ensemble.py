@@ -79,7 +79,8 @@ def map_runs(
     -------
     list
         The results in the order of the cases, on all ranks.  In the place of a case that failed is a RuntimeError that
-        names the error; rank 0 of its group has warned of it, and its traceback is a note of that error.
+        names the error; rank 0 of its group has warned of it, and its traceback is a note of that error.  So is one in
+        the place of a result that pickle sends and cannot read.
 
     Raises
     ------
@@ -129,7 +130,7 @@ def map_runs(
     shows = mesh.rank == 0 and (sys.stderr.isatty() if progress is None else bool(progress))
     for theirs in runs.run(mesh, ranks_each, outcomes, shows and len(done) < len(cases)):
         outcomes |= theirs
-    return [_unpacked(outcomes[number]) for number in range(len(cases))]
+    return [_unpacked(number, outcomes[number]) for number in range(len(cases))]
 
 
 class _Failure(NamedTuple):
@@ -142,9 +143,13 @@ class _Failure(NamedTuple):
 _Outcome = bytes | _Failure  # a pickled result
 
 
-def _unpacked(outcome: _Outcome) -> Any:
+def _unpacked(number: int, outcome: _Outcome) -> Any:
     if isinstance(outcome, bytes):
-        return pickle.loads(outcome)
+        try:
+            return pickle.loads(outcome)
+        except Exception as problem:  # as of an exception whose class wants other arguments; the other cases are whole
+            text = f"the result of cases[{number}] cannot be received: {type(problem).__name__}: {problem}"
+            outcome = _Failure(text, "".join(traceback.format_exception(problem)))
     error = RuntimeError(outcome.text)
     error.add_note(outcome.traceback)
     return error
