@@ -21,7 +21,7 @@ sparse = pytest.importorskip("scipy.sparse")
 RANDOM = np.random.default_rng(7)
 TALL = sparse.random(200, 40, density=0.1, random_state=1, format="csr")
 B, WIDE_B = RANDOM.standard_normal(200), RANDOM.standard_normal(40)
-SCALED = RANDOM.standard_normal((60, 30)) * np.logspace(0, -4, 30)
+SCALED = RANDOM.standard_normal((60, 30)) * np.logspace(0, -2, 30)
 DEFICIENT = RANDOM.standard_normal((60, 5)) @ RANDOM.standard_normal((5, 30))
 ONES = np.ones(40)
 TIGHT = {"atol": 1e-12, "btol": 1e-12}
@@ -36,7 +36,8 @@ PROBLEMS = {
     "more unknowns than rows": (TALL.T.tocsr(), WIDE_B, {}, 1),
     "rank deficient": (DEFICIENT, B[:60], {"atol": 1e-9, "btol": 1e-9}, 2),
     "rank deficient, damped": (DEFICIENT, B[:60], {"atol": 1e-9, "btol": 1e-9, "damp": 1e-3}, 2),
-    "conlim": (SCALED, B[:60], {"conlim": 100.0, "atol": 0, "btol": 0}, 3),
+    # Beyond a condition of 60 its vectors are orthogonal no more, and SciPy's numbers change with the order of rows.
+    "conlim": (SCALED, B[:60], {"conlim": 30.0, "atol": 0, "btol": 0}, 3),
     "iter_lim": (TALL, B, {"iter_lim": 3}, 7),
     "zero": (TALL, np.zeros(200), {}, 0),
 }
