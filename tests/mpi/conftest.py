@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -44,6 +45,17 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Callable[[range], None]:
     from mpishard.comm.capabilities import probe
 
     return lambda sizes: monkeypatch.setitem(collectives.EXCHANGED_BYTES, probe().library, sizes)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[Callable[[], None]]:
+    """Presses Ctrl-C in this process, which may have been started where it is ignored, as in the background."""
+    from mpishard.launch.exit_codes import ScriptEnding
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+    ScriptEnding.interrupted = False  # or the tests would end with its exit code
 
 
 @pytest.fixture

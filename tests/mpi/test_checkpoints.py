@@ -340,6 +340,7 @@ def test_nothing_with_a_time_limit_waits_for_a_disk(mesh, run, monkeypatch):
         assert waited_s() - before < 0.7
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_while_a_save_is_waited_for(mesh, run, permits):
     with Checkpoints(run, mesh) as checkpoints:
         checkpoints.save(at(1, mesh), asynchronous=True)

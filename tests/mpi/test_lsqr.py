@@ -233,23 +233,19 @@ def test_fields_are_saved(comm, folder, solver, kind):
         assert are_equal(result, whole) and whole.itn > 5
 
 
-def test_ctrl_c_on_one_rank_ends_it_on_all(mesh, folder, solver):
+def test_ctrl_c_on_one_rank_ends_it_on_all(mesh, folder, solver, ctrl_c):
     own, calls = own_rows(mesh), []
 
     def matvec(v):
         calls.append(v)
         if len(calls) == 4 and mesh.rank == mesh.size - 1:  # the first product is that of the order of the rows
-            signal.raise_signal(signal.SIGINT)
+            ctrl_c()
         return sums(MATRIX[own], v)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with mpishard.Checkpoints(folder, mesh) as checkpoints:
-            files = {"mesh": mesh, "checkpoints": checkpoints}
-            found = solver((matvec, MATRIX[own].T.dot), B[own], x0=np.zeros(COLUMNS), **files)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with mpishard.Checkpoints(folder, mesh) as checkpoints:
+        files = {"mesh": mesh, "checkpoints": checkpoints}
+        found = solver((matvec, MATRIX[own].T.dot), B[own], x0=np.zeros(COLUMNS), **files)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert found.istop == 8 and found.itn == 3
 
 

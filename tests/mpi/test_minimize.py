@@ -408,8 +408,8 @@ def test_a_checkpoint_of_another_function_is_refused(mesh, folder):
 
 @pytest.mark.parametrize("samples", [None, 70])
 def test_an_elastic_run_refuses_a_checkpoint_that_another_function_has_ended(mesh, folder, samples):
-    def fun(x, these=np.arange(70), scale=1.0):
-        return of_samples(x, these, scale)
+    def fun(x, these=None, scale=1.0):
+        return of_samples(x, np.arange(70) if these is None else these, scale)
 
     with mpishard.Checkpoints(folder, mesh, every=2) as checkpoints:
         files = {"mesh": mesh, "checkpoints": checkpoints, "resume": True, "elastic": True, "samples": samples}

@@ -485,15 +485,6 @@ def test_a_loop_of_ones_own_agrees_to_stop(mesh):
             signals.should_stop(3)
 
 
-@pytest.fixture
-def ctrl_c():
-    """Presses Ctrl-C in this process, which may have been started where it is ignored, as in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield lambda: signal.raise_signal(signal.SIGINT)
-    signal.signal(signal.SIGINT, before)
-    ScriptEnding.interrupted = False  # or the tests would end with its exit code
-
-
 def pressing(press, step, function=least_squares):
     """`function`, which presses in its call for a step; it must be called once a step."""
     calls = iter(range(1, 1000))
