@@ -165,13 +165,13 @@ class TokenFile:
         """
         path = Path(self.path)
         size = file_size(path) - self.offset
+        if size <= 0:
+            raise ValueError(f"{path} has {size + self.offset} bytes, so no token after an offset of {self.offset}")
         if size % self.dtype.itemsize:
             raise ValueError(
                 f"{path} has {size} bytes of tokens, no multiple of the {self.dtype.itemsize} of {self.dtype.name}: "
                 "it is cut short, or has another dtype or offset"
             )
-        if size <= 0:
-            raise ValueError(f"{path} has {size + self.offset} bytes, so no token after an offset of {self.offset}")
         return Tokens(str(path), MappedArray(path, self.dtype, self.offset, size // self.dtype.itemsize))
 
 

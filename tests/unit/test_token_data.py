@@ -205,6 +205,7 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path):
         (lambda at: TokenData(TokenFile(at), 10), IsADirectoryError, "is a folder"),
         (lambda at: TokenData(TokenFile(at / "odd.bin"), 10), ValueError, "2001 bytes of tokens"),
         (lambda at: TokenData(TokenFile(at / "odd.bin", offset=2001), 10), ValueError, "has 2001 bytes, so no token"),
+        (lambda at: TokenData(TokenFile(at / "odd.bin", offset=2004), 10), ValueError, "has 2001 bytes, so no token"),
         (lambda at: TokenData(TokenFile(at / "empty.bin"), 10), ValueError, "empty.bin has 0 bytes"),
         (lambda at: TokenData([TokenFile(at / "short.bin")], 10), ValueError, "10 tokens: .*11"),
         (lambda at: TokenData(str(at / "odd.bin"), 10), TypeError, "must be such as TokenFile"),
