@@ -51,6 +51,9 @@ class Formula(ast.NodeTransformer):
         self.function = function
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+            # From Python 3.13 on the source of a function that `exec` has made may be the command line.
+            if getattr(tree, "name", "<lambda>") != function.__code__.co_name:
+                raise OSError("its source is that of something else")
         except (OSError, SyntaxError) as error:
             raise TypeError(f"{function!r}: an element-wise formula must be a function in a file") from error
         if not isinstance(tree, ast.FunctionDef):
