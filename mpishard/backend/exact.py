@@ -134,7 +134,8 @@ def sum_of_squares(array: Array, top: float, terms: int) -> np.ndarray:
     if is_device(array):
         if _runs_cuda(array):
             return sums_on_device([array], Ranges.whole([array]), [(scale, coarse, fine)])[0]
-        squares = (array.astype(module_of(array).float64) * scale) ** 2
+        scaled = array.astype(module_of(array).float64) * scale
+        squares = scaled * scaled  # a power may be rounded in another way
         rounded = (squares + coarse) - coarse
         rest = ((squares - rounded) + fine) - fine
         return np.array([float(rounded.sum()), float(rest.sum())])

@@ -30,7 +30,7 @@ class PyMpishard(PythonPackage):
         depends_on("py-h5py@3.11:")
         depends_on("py-xxhash@3.4:")
         depends_on("py-numba@0.60:")
-        depends_on("py-threadpoolctl@3.1:")
+        depends_on("py-threadpoolctl@3.5:")
         depends_on("py-tqdm@4.60:")
         # The extra `cli`: the commands, and pictures.
         depends_on("py-matplotlib@3.9:")

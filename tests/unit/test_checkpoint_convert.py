@@ -211,7 +211,7 @@ def test_files_of_other_programs(tmp_path):
 
 def npz(**members):
     file = io.BytesIO()
-    np.savez(file, allow_pickle=True, **members)
+    np.savez(file, **members)
     return file.getvalue()
 
 

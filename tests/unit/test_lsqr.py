@@ -130,7 +130,7 @@ def test_the_result_is_scipys_tuple_with_names(capsys):
     x, istop, itn, r1norm = found[:4]
     assert x is found.x and (istop, itn, r1norm) == (2, found.itn, found.r1norm) and len(found) == 10
     shown = repr(found).splitlines()
-    assert shown[0].startswith("message: 'converged: the least-squares solution") and "istop: 2" in shown[4]
+    assert shown[0].startswith("message: 'converged: the least-squares solution") and "  istop: 2" in shown
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == itn + 2 and lines[0].split()[:2] == ["iteration", "r1norm"] and lines[-1] == found.message
 

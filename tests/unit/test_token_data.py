@@ -480,7 +480,8 @@ def hdf5(folder, values):
 
 def zarr_array(folder, values):
     zarr = pytest.importorskip("zarr", reason="zarr is not installed (extra: zarr)")
-    zarr.create_array(str(folder / "a.zarr"), data=np.asarray(values))
+    values = np.asarray(values)
+    zarr.create_array(str(folder / "a.zarr"), shape=values.shape, dtype=values.dtype)[...] = values
     return ZarrTokens(folder / "a.zarr")
 
 
