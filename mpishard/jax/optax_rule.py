@@ -252,9 +252,14 @@ def _largest(values: np.ndarray) -> float:
 
 
 def _numbers(values: Any) -> np.ndarray:
+    return np.asarray(_on_host(values), np.float64)
+
+
+def _on_host(values: Any) -> np.ndarray:
+    """An array of NumPy; of a random key its numbers."""
     if isinstance(values, jax.Array) and jnp.issubdtype(values.dtype, jax.dtypes.prng_key):
         values = jax.random.key_data(values)
-    return np.asarray(values, np.float64)
+    return np.asarray(values)
 
 
 # -- names and options, which optax has in closures only --------------------------------------------------------------
@@ -284,7 +289,7 @@ def _described(thing: Any, depth: int) -> str:
     if thing is None or isinstance(thing, _PLAIN):
         return repr(thing.item() if isinstance(thing, np.generic) else thing)
     if isinstance(thing, np.ndarray | jax.Array):
-        return str(np.asarray(thing).tolist()) if thing.size < _MOST_ELEMENTS else f"array of shape {thing.shape}"
+        return str(_on_host(thing).tolist()) if thing.size < _MOST_ELEMENTS else f"array of shape {thing.shape}"
     if depth > _DEEPEST:
         return "..."
     if isinstance(thing, dict):

@@ -307,6 +307,10 @@ def over_its_size(tree):
     return jax.tree.map(lambda leaf: leaf.shape[0] > 1, tree)
 
 
+def with_a_key(key):
+    return lambda updates, params: jax.tree.map(lambda each: each * jax.random.normal(key, each.shape), updates)
+
+
 REFUSED = {
     "clip": (
         lambda optax: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
@@ -318,6 +322,7 @@ REFUSED = {
     "factored": (lambda optax: optax.scale_by_factored_rms(), ValueError, "depends on the shapes"),
     "finite": (lambda optax: optax.apply_if_finite(optax.sgd(1.0), 3), ValueError, 'nonfinite_gradients="skip"'),
     "noise": (lambda optax: optax.add_noise(0.1, 0.5, 1), ValueError, "depends on others"),
+    "key": (lambda optax: optax.stateless(with_a_key(jax.random.key(1))), ValueError, "depends on"),
     "line": (lambda optax: optax.lbfgs(), TypeError, "flat array: TypeError: .*'value'"),
     "none": (lambda optax: optax.adamw, TypeError, "got the function adamw"),
 }
