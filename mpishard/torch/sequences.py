@@ -349,6 +349,10 @@ def _why_not(module: Any) -> str:
         if model_within(module) is not module and wrappers_of(module):
             return "is wrapped around one: give its get_base_model(), whose layers have the adapters"
         return "is none"
+    from transformers import __version__, masking_utils
+
+    if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+        return f"is of transformers {__version__}, whose masks are other ones than those from 5.4 on"
     takes = inspect.signature(module.forward).parameters
     if not {"input_ids", "position_ids", "attention_mask", "use_cache"} <= takes.keys():
         return "takes no input_ids, position_ids, attention_mask and use_cache"

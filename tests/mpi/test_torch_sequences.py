@@ -173,12 +173,15 @@ def test_a_model_whose_tokens_are_not_for_themselves_is_refused(tensor_mesh):
 
 
 @needs_ranks
-def test_modules_without_sequences_to_divide_are_refused(tensor_mesh):
+def test_modules_without_sequences_to_divide_are_refused(tensor_mesh, monkeypatch):
     modules = {"needs one for each": made("GPT2", n_head=1), "is none": torch.nn.Linear(LENGTH, WORDS)}
     modules["output_router_logits=False"] = made("Mixtral", output_router_logits=True)
     for message, module in modules.items():
         with pytest.raises(ValueError, match=message):
             distributed(module, tensor_mesh)
+    monkeypatch.setattr("transformers.masking_utils.sdpa_mask", lambda batch_size, cache_position, kv_length: None)
+    with pytest.raises(ValueError, match=r"is of transformers 5.*from 5\.4 on"):
+        distributed(made(), tensor_mesh)
 
 
 @needs_ranks
