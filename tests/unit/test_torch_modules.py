@@ -373,6 +373,27 @@ def test_each_group_of_an_optimizer_follows_its_own_values(make, tmp_path):
 
 
 @pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam])
+def test_parameters_may_be_scalars_or_empty(kind, zero, tmp_path):
+    """Under an optimizer of PyTorch; `NAdam` keeps a number of an empty one, for which slots have no room."""
+    made = [module(scale=torch.nn.Parameter(torch.tensor(0.5)), none=parameter(0, 3)) for _ in range(2)]
+    made[1].load_state_dict(made[0].state_dict())
+    whole = kind(made[0].parameters())
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        optimizer = mpishard.torch.as_distributed(made[1], mesh, kind(made[1].parameters()), zero=zero)
+        for step in range(3):
+            for own, each in zip(made, (whole, optimizer), strict=True):
+                own.zero_grad()
+                (own.weight.sum() + (step + own.scale) * own.bias.sum() + own.none.sum()).backward()
+                each.step()
+            optimizer.save_checkpoint(tmp_path)
+            optimizer.load_checkpoint(tmp_path)
+        optimizer.close()
+    for name, p in made[0].named_parameters():
+        assert torch.allclose(p, made[1].get_parameter(name), rtol=1e-6), name
+
+
+@pytest.mark.parametrize("zero", [0, 1])
 def test_states_of_a_rule_are_those_of_the_optimizer_itself(zero, tmp_path):
     """Of packed state, which a rule without a module keeps in more arrays."""
     made = [module(), module()]
