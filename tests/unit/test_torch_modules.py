@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -593,6 +594,8 @@ def test_no_batch_norm_loses_what_it_computes_or_keeps_to_its_rank():
         norms[0].bias = norms[1].bias = None
         again = mpishard.torch.convert_sync_batchnorm(norms, mesh)
         assert [name for name, _ in again.named_parameters()] == ["0.weight"]
+        with pytest.raises(TypeError, match="cannot be pickled.*save its state_dict"):
+            pickle.dumps(copy.deepcopy(again))
 
 
 class ThreeRanks:
