@@ -307,7 +307,7 @@ def test_optimizers_that_are_no_rules(make, kind, message):
     [
         (lambda groups: groups.pop(), "'bias' .*not in the optimizer"),
         (lambda groups: groups[1].update(amsgrad=True), "max_exp_avg_sq, and param_groups.0. exp"),
-        (lambda groups: groups[0]["params"].append(torch.nn.Parameter(torch.zeros(1))), "has 1 parameters that the"),
+        (lambda groups: groups[0]["params"].append(torch.nn.Parameter(torch.zeros(1))), "has 1 .*: give a module"),
         (lambda groups: groups[0].pop("lr"), "has no learning rate 'lr'"),
     ],
 )
