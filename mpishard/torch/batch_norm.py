@@ -80,6 +80,12 @@ class _Ranks:
     def __deepcopy__(self, memo: Any) -> _Ranks:
         return self
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a module after convert_sync_batchnorm belongs to its mesh and cannot be pickled, as torch.save(module) "
+            "does; save its state_dict(), and load that into a module with or without convert_sync_batchnorm"
+        )
+
 
 def _check_forward(path: str, layer: Any) -> None:
     """Raise ValueError for a batch norm that computes something else than those of PyTorch."""

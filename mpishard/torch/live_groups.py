@@ -451,7 +451,10 @@ def _check_parameters(groups: list[dict[str, Any]], names: Mapping[int, str]) ->
             f"parameter {missing[0]!r} of the module is not in the optimizer; give it all, or set requires_grad=False"
         )
     if len(held) > len(names):
-        raise ValueError(f"the optimizer has {len(held) - len(names)} parameters that the module does not have")
+        raise ValueError(
+            f"the optimizer has {len(held) - len(names)} parameters that the module does not have: give a module that "
+            "has all of them, as torch.nn.ModuleList([encoder, head]), or make an optimizer for the parameters of each"
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -304,11 +304,12 @@ class WholeSteps(OwnSteps):
         parameters, division = on_rank.parameters, self._live.division
         pieces = {piece.name: piece for piece in cut_holding(parameters.pieces, on_rank.strategy.ownership.own)}
         for name, p in self._tensors.items():
-            memory, piece = as_tensor(parameters[name]), pieces[name]
+            memory, piece = as_tensor(parameters[name]), pieces.get(name)
+            start = 0 if piece is None else piece.start  # of an empty one, which has no piece
             master = as_numbers(memory, p)
             if master.dtype != p.dtype:
                 self._masters[name] = master
-            parts = [as_tensor(on_rank.slots[slot])[piece.start : piece.start + piece.size] for slot in division.slots]
+            parts = [as_tensor(on_rank.slots[slot])[start : start + memory.numel()] for slot in division.slots]
             self._flat[name] = parts
             if division.packed is None:
                 numbers = [as_numbers(part.view(memory.shape), p) for part in parts]

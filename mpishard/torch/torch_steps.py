@@ -154,7 +154,7 @@ def _division_by_tensor(kind: type, given: Mapping[str, Any], shapes: Sequence[S
     grown = [(*_at_most(2, each[:i]), each[i], *_at_most(2, each[i + 1 :])) for each in known for i in range(len(each))]
     tried, random = [*small, *grown, *known], np.random.default_rng(0)
     start, *slopes = [
-        [torch.from_numpy(scale * random.standard_normal((*each,))) for each in tried] for scale in (1.0, *_SCALES)
+        [torch.as_tensor(scale * random.standard_normal((*each,))) for each in tried] for scale in (1.0, *_SCALES)
     ]
 
     together = [each.clone() for each in start]
@@ -248,6 +248,8 @@ def unpack(kind: type, arguments: Mapping[str, Any], values: Any, slots: Sequenc
     if number is not None:
         state[STEP_KEY] = torch.full_like(number, steps) if isinstance(number, torch.Tensor) else steps
     left = torch.cat([values.new_zeros(0), *slots])
+    if not values.numel():  # whose slots have no room for numbers; any will do
+        left = values.new_ones(sum(like.numel() for like in layout.values()))
     for name, like in layout.items():
         state[name] = left[: like.numel()].reshape(like.shape).to(like.dtype)
         left = left[like.numel() :]
@@ -257,7 +259,7 @@ def unpack(kind: type, arguments: Mapping[str, Any], values: Any, slots: Sequenc
 def pack(arrays: Mapping[str, Any], values: Any, slots: Sequence[Any]) -> None:
     """Write the arrays that an optimizer keeps of one tensor into flat slots, end to end."""
     found = [each.reshape(-1).to(values.dtype) for name, each in arrays.items() if name != STEP_KEY]
-    left = torch.cat([values.new_zeros(0), *found])
+    left = torch.cat([values.new_zeros(0), *(found if values.numel() else ())])
     if left.numel() > len(slots) * values.numel():
         raise ValueError(f"the state of a tensor of the shape {tuple(values.shape)} is more than {len(slots)} times it")
     for slot in slots:

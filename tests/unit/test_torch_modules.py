@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -306,7 +307,7 @@ def test_optimizers_that_are_no_rules(make, kind, message):
     [
         (lambda groups: groups.pop(), "'bias' .*not in the optimizer"),
         (lambda groups: groups[1].update(amsgrad=True), "max_exp_avg_sq, and param_groups.0. exp"),
-        (lambda groups: groups[0]["params"].append(torch.nn.Parameter(torch.zeros(1))), "has 1 parameters that the"),
+        (lambda groups: groups[0]["params"].append(torch.nn.Parameter(torch.zeros(1))), "has 1 .*: give a module"),
         (lambda groups: groups[0].pop("lr"), "has no learning rate 'lr'"),
     ],
 )
@@ -370,6 +371,27 @@ def test_each_group_of_an_optimizer_follows_its_own_values(make, tmp_path):
                 optimizer.zero_grad()
     for name, p in made[0].named_parameters():
         assert torch.allclose(p, made[1].get_parameter(name), atol=1e-7), name
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam])
+def test_parameters_may_be_scalars_or_empty(kind, zero, tmp_path):
+    """Under an optimizer of PyTorch; `NAdam` keeps a number of an empty one, for which slots have no room."""
+    made = [module(scale=torch.nn.Parameter(torch.tensor(0.5)), none=parameter(0, 3)) for _ in range(2)]
+    made[1].load_state_dict(made[0].state_dict())
+    whole = kind(made[0].parameters())
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        optimizer = mpishard.torch.as_distributed(made[1], mesh, kind(made[1].parameters()), zero=zero)
+        for step in range(3):
+            for own, each in zip(made, (whole, optimizer), strict=True):
+                own.zero_grad()
+                (own.weight.sum() + (step + own.scale) * own.bias.sum() + own.none.sum()).backward()
+                each.step()
+            optimizer.save_checkpoint(tmp_path)
+            optimizer.load_checkpoint(tmp_path)
+        optimizer.close()
+    for name, p in made[0].named_parameters():
+        assert torch.allclose(p, made[1].get_parameter(name), rtol=1e-6), name
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -572,6 +594,8 @@ def test_no_batch_norm_loses_what_it_computes_or_keeps_to_its_rank():
         norms[0].bias = norms[1].bias = None
         again = mpishard.torch.convert_sync_batchnorm(norms, mesh)
         assert [name for name, _ in again.named_parameters()] == ["0.weight"]
+        with pytest.raises(TypeError, match="cannot be pickled.*save its state_dict"):
+            pickle.dumps(copy.deepcopy(again))
 
 
 class ThreeRanks:
