@@ -326,7 +326,7 @@ def _exact_parts(numbers: np.ndarray) -> list[float]:
 def reals(what: str, given: Any) -> np.ndarray:
     """A flat float64 array of real numbers, on the host."""
     try:
-        found = np.atleast_1d(arrays.to_host(given))
+        found = np.atleast_1d(np.asarray(arrays.to_host(given)))  # subclasses, such as np.matrix, do other things
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{what} an array of numbers, got {shown(given)}") from None
     if found.dtype.kind not in "biuf":

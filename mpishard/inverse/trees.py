@@ -275,7 +275,8 @@ def _common_dtype(leaves: list[tuple[str, Any, np.dtype]]) -> np.dtype:
     of_dtype: dict[np.dtype, str] = {}
     for name, value, dtype in leaves:
         real = np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
-        if real in arrays.FLOATS and hasattr(value, "dtype"):  # a number of Python takes the dtype of the others
+        # A number of Python takes the dtype of the others; that of a Partition is the dtype of its array.
+        if real in arrays.FLOATS and hasattr(getattr(value, "local", value), "dtype"):
             of_dtype.setdefault(real, name)
     if len(of_dtype) > 1:
         found = " and ".join(f"{name!r} is {dtype}" for dtype, name in of_dtype.items())

@@ -250,15 +250,17 @@ def operators(
 
 
 def applied(what: str, function: Callable[[Array], Array], vector: Array) -> Array:
-    """The result of a user's operator for a vector of all elements, which it gets as a copy.
+    """The result of a user's operator for a vector of all elements, which it gets as a copy; as formulas take it.
 
-    `what` names it in messages. Raises ValueError if the result has another shape.
+    `what` names it in messages. Raises ValueError if the result has another shape, or is not of real numbers.
     """
     found = function(vector.copy())
     if getattr(found, "shape", None) != vector.shape:
         returned = getattr(found, "shape", type(found).__name__)
         raise ValueError(f"{what} returned {returned} for a vector of shape {vector.shape}; return one as long")
-    return found
+    if (found := arrays.as_array(found)).dtype.kind not in "biuf":
+        raise ValueError(f"{what} returned {found.dtype} for a vector of {vector.dtype}; return real numbers")
+    return arrays.module_of(vector).ascontiguousarray(found, vector.dtype)
 
 
 def check_inverse(riesz_of_ones: Array) -> None:

@@ -199,6 +199,10 @@ def _root(square: float, top: float, what: str) -> float:
     return math.sqrt(square)
 
 
+def _too_large(iteration: int) -> ValueError:
+    return ValueError(f"x in iteration {iteration} is too large for its square in float64; scale A, b or the unknowns")
+
+
 # LSQR.
 
 
@@ -290,6 +294,8 @@ class LSQR(LinearMethod):
         delta, gamma_bar = old.sine * rho, -old.cosine * rho
         right = phi - delta * old.zeta
         last = right / gamma_bar
+        if not math.isfinite(last * last):
+            raise _too_large(before.itn + 1)
         gamma = math.hypot(gamma_bar, theta)
         state = _Bidiagonal(
             alpha=alpha,
@@ -377,6 +383,8 @@ class CGLS(LinearMethod):
             self._compare_adjoint(product, self.r, square)
         curvature = norm * norm + damp * damp * direction_square
         length = self._cg.tell_curvature(curvature)
+        if length is None and curvature > 0:
+            raise _too_large(before.itn + 1)
         if length is None:
             raise ValueError(
                 f"A is 0 along the direction of iteration {before.itn + 1}, which it is for none if A' is its adjoint: "

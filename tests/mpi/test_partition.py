@@ -283,6 +283,25 @@ def test_named_fields_and_what_methods_ask_for(comm, method):
             assert np.array_equal(whole(comm, found.x[name], numbers), expected.x[name].ravel()), name
 
 
+def test_named_fields_have_the_precision_of_their_values(comm):
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+
+        def run(dtype):
+            numbers, how = numbers_of("ids", comm.rank, comm.size)
+            fields = {"a": Partition(np.zeros(numbers.shape, np.float32), mesh, **how)}
+            fields["b"] = Partition(np.zeros(2, dtype), mesh)
+
+            def fun(x):
+                return sum(((x[k] - 1) ** 2).sum() for k in x), {k: 2 * (x[k] - 1) for k in x}
+
+            return minimize(fun, fields, mesh=mesh, reduction="sum", options={"gtol": 1e-3}).x
+
+        found = run(np.float32)
+        assert all(values.dtype == np.float32 and np.allclose(values, 1, atol=1e-3) for values in found.values())
+        with pytest.raises(TypeError, match="one precision"):
+            run(np.float64)
+
+
 class Stopped(Exception):
     """The job ends here."""
 

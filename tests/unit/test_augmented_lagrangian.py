@@ -228,6 +228,14 @@ def test_bounds_names_and_structures():
     assert result.x is named and np.allclose(named["x"], -1, atol=1e-5)
 
 
+def test_constraints_may_be_of_a_subclass_of_arrays():
+    def matrix(x):
+        return np.asmatrix(circle(x))
+
+    found = augmented_lagrangian(plane, [1.0, 0.0], matrix, circle_adjoint)
+    assert np.array_equal(found.x, augmented_lagrangian(plane, [1.0, 0.0], circle, circle_adjoint).x)
+
+
 def test_the_end_is_said():
     limited = augmented_lagrangian(plane, [1.0, 0.0], circle, circle_adjoint, maxiter=1)
     assert (limited.status, limited.nit) == (1, 1) and "reached maxiter=1" in limited.message

@@ -126,7 +126,7 @@ def test_a_preconditioner_saves_products():
     matrix = random.standard_normal((80, 30)) * sizes
     fun, jacobian = (lambda x: matrix @ (x - 1)), (lambda x: Operator(matrix))
     counts = []
-    called = lambda v: v / sizes**2  # noqa: E731
+    called = lambda v: (v[::-1] / sizes[::-1] ** 2)[::-1]  # noqa: E731
     for given in ({}, {"preconditioner": 1 / sizes**2}, {"preconditioner": called}, {"x_scale": 1 / sizes}):
         found = least_squares(fun, np.zeros(30), jacobian, gtol=1e-6, ftol=None, xtol=None, **given)
         assert np.allclose(found.x, 1, atol=1e-6) and found.status == 1

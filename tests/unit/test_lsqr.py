@@ -238,6 +238,7 @@ WRONG = {
     "an operator without a shape": ({"A": NoShape()}, TypeError, r"operator whose shape is None; give it \(rows"),
     "an operator with another shape": ({"A": NoShape("ab")}, TypeError, "operator whose shape is 'ab'"),
     "small": ({"A": TALL * 1e-200}, ValueError, r"A'\(b - A x0\) is too small .* scale A"),
+    "small beside b": ({"A": TALL * 1e-80, "b": B * 1e100}, ValueError, "^x in iteration 1 is too large .* scale A"),
     "a pair": ({"A": (np.sin, np.cos)}, ValueError, "x0"),
     "x0": ({"x0": np.ones(3)}, ValueError, "40 columns, but x0 has 3"),
     "parameters": ({"x0": mpishard.FlatParameters([mpishard.ParameterSpec("x", (40,))])}, TypeError, "FlatParameters"),

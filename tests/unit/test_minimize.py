@@ -269,6 +269,22 @@ def test_a_function_may_change_what_it_is_given():
     assert own[0] == bowl(np.arange(3.0))[0] + term.value_and_gradient(np.arange(3.0))[0]
 
 
+@pytest.mark.parametrize("method", ["L-BFGS-B", "L-BFGS", "CG", "trust-ncg"])
+def test_results_may_be_columns_of_matrices(method):
+    def column(vector):
+        return np.stack([vector, vector], axis=1)[:, 0]
+
+    given = {} if method == "L-BFGS-B" else {"preconditioner": lambda v: column(0.4 * v).astype(">f8")}
+    found = minimize(
+        lambda x: (bowl(x)[0], column(bowl(x)[1])),
+        np.zeros(3),
+        method=method,
+        hessp=lambda x, d: column(2 * d),
+        **given,
+    )
+    assert found.success and np.allclose(found.x, CENTER, atol=1e-4)
+
+
 @pytest.mark.parametrize("method", ["L-BFGS-B", "trust-ncg"])
 def test_elements_with_equal_bounds_may_have_no_gradient(method):
     def without(x):
