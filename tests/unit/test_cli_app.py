@@ -84,6 +84,15 @@ def test_an_error_does_not_steer_the_terminal(tmp_path, capsys):
     assert r"a\x1b[2J\udc80 does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("name", "to", "code"), [("inspect", ">&-", 0), ("verify", "| true", 141)])
+def test_what_nobody_reads_is_no_damage(name, to, code, tmp_path):
+    """With a closed output, and in a pipe that has ended."""
+    checkpoint = write(Arrays(), tmp_path / "a")
+    command = f"set -o pipefail; (sleep 0.5; exec {sys.executable} -m mpishard {name} {checkpoint}) {to}"
+    finished = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == code and "Traceback" not in finished.stderr, finished
+
+
 def test_mpi_starts_where_no_home_is_known():
     """That of Open MPI does not without HOME, which is missing in cron jobs and containers."""
     command = [sys.executable, "-c", "import mpishard, os; mpishard.Mesh(); print(os.environ['HOME'])"]
