@@ -296,6 +296,16 @@ def test_an_example_is_written_with_what_it_needs(name, tmp_path, capsys, monkey
     assert list(tmp_path.iterdir()) == [kept] and kept.read_text() == "mine"
 
 
+def test_an_example_is_not_left_in_parts(tmp_path):
+    """The file that a full disk has cut would be in the way of the next try."""
+    code = "import mpishard.cli, resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+    code += "raise SystemExit(mpishard.cli.main(['example', 'train_gpt']))"
+    command = [sys.executable, "-c", code]
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 2 and "cannot write train_gpt.py" in finished.stderr, finished
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_example_that_is_not_there(capsys):
     assert main(["example", "../setup"]) == 2
     assert "no example is called '../setup'" in capsys.readouterr().err
