@@ -305,6 +305,8 @@ def tidy(published: Path, keep: int | None, own: Collection[str], best: bool = F
             disk.sync(run)
         except OSError as error:
             problems.append(f"{run / name} does not point to {published.name}: {error.strerror or error}")
+            with suppress(OSError):
+                disk.remove(link)
     if keep is None:
         return problems
     named = {published.name}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -153,6 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if ranks > 1:
         # No colours: Open MPI gives its ranks a terminal even if their output goes to a file.
         os.environ["TERM"] = "dumb"
+    if sys.stdout is None:  # it was closed, as by `>&-`; tables ask it whether it is a terminal
+        sys.stdout = open(os.devnull, "w")
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:  # this process runs only the command
         name, *others = [word for word in given if not word.startswith("-")] or [""]
@@ -165,6 +168,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return app(given or ["--help"], prog_name="mpishard", standalone_mode=False) or 0
     except typer.Abort:
         return 130
+    except SystemExit as left:
+        # Typer leaves with 1 where nobody reads the pipe any more, as in `| head -1`; of verify 1 says "damaged".
+        if left.code != 1:
+            raise
+        return 128 + signal.SIGPIPE
     except OSError as error:
         message, same_on_all = str(error), False
         if error.filename is not None and error.strerror:

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from mpishard.arguments import shown
+from mpishard.cli.output import write
 from mpishard.cli.script import folder_of
 
 
@@ -41,8 +42,7 @@ def example(
     if there:
         raise ValueError(f"{', '.join(there)} would be written over; change to another folder")
     for file in files:
-        with open(file.name, "x", encoding="utf-8") as copy:
-            copy.write(file.read_text("utf-8"))
+        write(Path(file.name), file.read_bytes())
     typer.echo(f"written: {', '.join(file.name for file in files)}")
     typer.echo(f"run it by {_about(path)[0]}")
 

@@ -392,9 +392,12 @@ class HDF5Tokens:
                 raise ValueError("it is a group")
             hdf5.check_array(found.id)
         except (ValueError, KeyError, RuntimeError) as error:
+            try:
+                listed = f"it has {shown(sorted(file))}"
+            except RuntimeError:
+                listed = "the file is damaged"
             raise ValueError(
-                f"{self.path} has no data set {self.dataset!r} of tokens: {printable(str(error))}; it has "
-                f"{shown(sorted(file))}"
+                f"{self.path} has no data set {self.dataset!r} of tokens: {printable(str(error))}; {listed}"
             ) from None
         return Tokens(f"{self.path}:{self.dataset}", found)
 

@@ -28,7 +28,7 @@ from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.comm.work_queue import WorkQueue, is_of_mpi
 from mpishard.inverse.result import OptimizeResult
 from mpishard.io import log
-from mpishard.io.files import read_note, write_note
+from mpishard.io.files import is_deep, read_note, write_note
 from mpishard.training.metrics import ProgressBar
 
 _HASH = "xxh3_128"  # the entry of a file, and the name of the hash
@@ -282,8 +282,16 @@ class _SavedResults:
         return value
 
     def save(self, number: int, value: Any) -> None:
-        case, result = self._texts[number], _encoded(value)
-        write_note(self._path(number), {"case": case, "result": result, _HASH: _hash_of(case, result)})
+        """Write a file; TypeError or ValueError if it cannot have the result."""
+        note = {"case": self._texts[number]}
+        try:
+            note["result"] = _encoded(value)
+            deep = is_deep(note)
+        except RecursionError:
+            deep = True
+        if deep:
+            raise ValueError("its lists and dictionaries are nested too deep, or contain themselves")
+        write_note(self._path(number), {**note, _HASH: _hash_of(**note)})
 
     def _path(self, number: int) -> Path:
         return self._folder / f"case-{number}.json"

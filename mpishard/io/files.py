@@ -168,15 +168,20 @@ def parsed(text: str | bytes) -> Any:
         found = json.loads(text)
     except RecursionError:
         raise deep from None
-    if text.count("[") + text.count("{") <= _DEEPEST:
-        return found
-    layer = [found]
+    if text.count("[") + text.count("{") > _DEEPEST and is_deep(found):
+        raise deep
+    return found
+
+
+def is_deep(value: Any) -> bool:
+    """Return True if lists and objects are nested more than 100 deep: `parsed` would refuse their JSON."""
+    layer = [value]
     for _ in range(_DEEPEST + 1):
         inner = [each for each in layer if isinstance(each, dict | list)]
         layer = [value for each in inner for value in (each.values() if isinstance(each, dict) else each)]
         if not layer:
-            return found
-    raise deep
+            return False
+    return True
 
 
 def write_note(path: Path, content: Any, *, private: bool = False) -> None:

@@ -168,11 +168,19 @@ def test_a_damaged_result_is_refused_and_run_again_once_it_is_removed(mesh, comm
     assert [each.tolist() for each in resumed()] == right
 
 
-def test_what_cannot_be_saved_is_returned(mesh, comm, folder, capfd):
-    results = mpishard.map_runs(lambda case, own: {case}, [1, 2], mesh, folder=folder)
-    assert results == [{1}, {2}]
+def nested(depth):
+    return [nested(depth - 1)] if depth else []
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [({1}, "it has a set, but"), (nested(60), "nested too deep"), (nested(400), "nested too deep")],
+)
+def test_what_cannot_be_saved_is_returned(result, reason, mesh, comm, folder, capfd):
+    results = mpishard.map_runs(lambda case, own: result, [1, 2], mesh, folder=folder)
+    assert results == [result, result]
     said = "".join(comm.allgather(capfd.readouterr().err))
-    assert said.count("is not saved, and resume=True will run it again: it has a set, but") == 2
+    assert said.count("is not saved, and resume=True will run it again") == said.count(reason) == 2
     assert os.listdir(folder) == []
 
 

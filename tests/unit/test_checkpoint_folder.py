@@ -97,6 +97,13 @@ def test_the_one_that_latest_names_is_kept(tmp_path, monkeypatch):
     assert first.is_dir()
 
 
+def test_a_folder_in_the_place_of_latest_stays(tmp_path):
+    """As `cp -rL` leaves it; and no link for each save."""
+    (tmp_path / "latest").mkdir()
+    save(tmp_path, 1, message="latest does not point to")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
 def test_what_is_no_checkpoint_is_left_alone(tmp_path):
     (tmp_path / "step-notes").mkdir()
     (tmp_path / "step-00000001").write_text("a file")

@@ -84,6 +84,15 @@ def test_an_error_does_not_steer_the_terminal(tmp_path, capsys):
     assert r"a\x1b[2J\udc80 does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("name", "to", "code"), [("inspect", ">&-", 0), ("verify", "| true", 141)])
+def test_what_nobody_reads_is_no_damage(name, to, code, tmp_path):
+    """With a closed output, and in a pipe that has ended."""
+    checkpoint = write(Arrays(), tmp_path / "a")
+    command = f"set -o pipefail; (sleep 0.5; exec {sys.executable} -m mpishard {name} {checkpoint}) {to}"
+    finished = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == code and "Traceback" not in finished.stderr, finished
+
+
 def test_mpi_starts_where_no_home_is_known():
     """That of Open MPI does not without HOME, which is missing in cron jobs and containers."""
     command = [sys.executable, "-c", "import mpishard, os; mpishard.Mesh(); print(os.environ['HOME'])"]
@@ -285,6 +294,16 @@ def test_an_example_is_written_with_what_it_needs(name, tmp_path, capsys, monkey
     assert main(["example", name]) == 2
     assert f"{kept.name} would be written over" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [kept] and kept.read_text() == "mine"
+
+
+def test_an_example_is_not_left_in_parts(tmp_path):
+    """The file that a full disk has cut would be in the way of the next try."""
+    code = "import mpishard.cli, resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+    code += "raise SystemExit(mpishard.cli.main(['example', 'train_gpt']))"
+    command = [sys.executable, "-c", code]
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 2 and "cannot write train_gpt.py" in finished.stderr, finished
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_example_that_is_not_there(capsys):

@@ -516,11 +516,14 @@ def test_arrays_that_are_no_tokens(tmp_path, make, values):
         ("a.h5", "", ValueError, "data set ''"),
         ("b.h5", "ids", OSError, "no HDF5 file"),
         ("c.h5", "ids", FileNotFoundError, "does not exist"),
+        ("d.h5", "group/ids", ValueError, "'group/ids' of tokens: .*; the file is damaged"),
     ],
 )
 def test_wrong_hdf5_files(tmp_path, file, name, kind, message):
     data = hdf5(tmp_path, [1, 2]).path.read_bytes()
     (tmp_path / "b.h5").write_bytes(data[:700])
+    heap = data.index(b"HEAP") + 16  # of the names, and its list of free bytes
+    (tmp_path / "d.h5").write_bytes(data[:heap] + b"\xaa" * 8 + data[heap + 8 :])
     with pytest.raises(kind, match=rf"{file} .*{message}"):
         TokenData(HDF5Tokens(tmp_path / file, name), 1)
 
