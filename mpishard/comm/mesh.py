@@ -132,15 +132,15 @@ class Mesh:
         start_mpi()
         if comm is None:
             comm = MPI.COMM_WORLD
+        if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
+            raise ValueError(
+                "comm is a null communicator: it was freed, or this rank is not in it; free it after the mesh is made, "
+                "and make the mesh only on ranks that are in it"
+            )
         if not isinstance(comm, MPI.Intracomm):
             raise TypeError(
                 f"comm={shown(comm)} must be a communicator of mpi4py, such as MPI.COMM_WORLD; "
                 "sizes are given by name, as Mesh(data=4)"
-            )
-        if comm == MPI.COMM_NULL:
-            raise ValueError(
-                "comm is a null communicator: it was freed, or this rank is not in it; free it after the mesh is made, "
-                "and make the mesh only on ranks that are in it"
             )
         if comm == MPI.COMM_WORLD:
             check_launcher()

@@ -343,7 +343,7 @@ class ReadAhead:
             try:
                 found: Any = self.batch(samples)
                 size = _nbytes(found)
-            except (Exception, SystemExit) as error:  # the caller raises it
+            except BaseException as error:  # the caller raises it; extensions in Rust have some that are no Exception
                 found, size = error, 0
             with self._changed:
                 self._reading = None

@@ -57,7 +57,8 @@ class OfLeaf:
     @property
     def program(self) -> str:
         """The first step as a text, which is the same for leaves that are treated equally."""
-        return ADDRESS.sub("", str(self._traced((*(1,) * (len(self._shape) - 1), _LENGTH))))
+        traced = self._traced((*(1,) * (len(self._shape) - 1), _LENGTH))
+        return ADDRESS.sub("", f"{traced} {[_numbers(each).tolist() for each in _constants(traced)]}")
 
     def check(self, name: str) -> None:
         """Raise ValueError if the step depends on the shape of the leaf."""
@@ -85,6 +86,15 @@ class OfLeaf:
     def _tree(self, leaf: Any) -> Any:
         others = [None] * self._structure.num_leaves
         return jax.tree.unflatten(self._structure, [*others[: self._number], leaf, *others[self._number + 1 :]])
+
+
+def _constants(traced: Any) -> Iterator[Any]:
+    """The arrays that a program and those within it have, such as a learning rate of JAX; its text shows none."""
+    yield from getattr(traced, "consts", ())
+    for equation in traced.eqns:
+        for each in jax.tree.leaves(list(equation.params.values())):
+            if hasattr(each, "eqns"):
+                yield from _constants(each)
 
 
 def equal_leaves(transformation: Any, leaves: TreeLeaves) -> Mapping[str, Sequence[str]]:

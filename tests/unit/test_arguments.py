@@ -145,6 +145,7 @@ def flat(*specs, **options):
         (lambda mesh: Mesh(4), r"comm=4 .*Mesh\(data=4"),
         (lambda mesh: Mesh("x"), "comm='x'"),
         (lambda mesh: Mesh(MPI.Intracomm()), "comm is a null communicator"),
+        (lambda mesh: Mesh(MPI.COMM_NULL), "comm is a null communicator"),
         (lambda mesh: nn.GPT(vocabulary_size=5, context_length=4, width=4, layers=1, heads=1, seed=1.5), "seed=1.5"),
         (
             lambda mesh: nn.GPT(vocabulary_size=5, context_length=4, width=4, layers=1, heads=1, recompute="no"),

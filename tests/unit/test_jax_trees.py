@@ -354,10 +354,11 @@ def masks(optax):
         "callable": optax.adamw(0.1, weight_decay=0.5, mask=weights),
         "tree": optax.masked(optax.adam(0.1), {"layers": [{"w": False, "b": True}], "scale": True, "none": None}),
         "partition": optax.partition({"a": moments, "b": optax.adam(0.2)}, labels),
+        "rates of JAX": optax.partition({"a": optax.sgd(jnp.float32(0.1)), "b": optax.sgd(jnp.float32(0.2))}, labels),
     }
 
 
-@pytest.mark.parametrize("name", ["callable", "tree", "partition"])
+@pytest.mark.parametrize("name", ["callable", "tree", "partition", "rates of JAX"])
 def test_masks_choose_tensors(name, optax):
     transformation, wanted = masks(optax)[name], jax.tree.map(jnp.asarray, tree())
     theirs, update = transformation.init(wanted), jax.jit(transformation.update)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import sys
 import threading
 import time
 import zipfile
@@ -387,18 +386,23 @@ def test_an_error_is_raised_where_the_samples_are_asked_for():
     assert threading.current_thread().name in source.threads
 
 
-def test_an_exit_is_raised_where_the_samples_are_asked_for():
-    reads, codes = threading.Event(), []
+class Panic(BaseException):
+    """As that of extensions in Rust, such as tokenizers."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), Panic()])
+def test_what_is_no_exception_is_raised_where_the_samples_are_asked_for(error):
+    reads, found = threading.Event(), []
 
     def leave(samples):
         reads.set()
-        sys.exit(3)
+        raise error
 
     def ask():
         try:
             batch(MICRO[0])
-        except SystemExit as error:
-            codes.append(error.code)
+        except type(error) as caught:
+            found.append(caught)
 
     with ReadAhead(leave) as batch:
         batch.expect(MICRO[:1])
@@ -406,7 +410,7 @@ def test_an_exit_is_raised_where_the_samples_are_asked_for():
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(timeout=60)
-    assert codes == [3]
+    assert found == [error]
 
 
 # Tokens of Megatron-LM, HDF5, Zarr and texts, documents as samples, and what is wrong with such files.
