@@ -333,8 +333,12 @@ def _is_of_process(line: dict[str, Any]) -> bool:
 
 
 def process_files(folder: Path, kind: str = ".jsonl") -> list[Path]:
-    """The files of processes, sorted by name."""
-    found = sorted((folder / PROCESSES).glob(f"*{kind}"))
+    """The files of processes, sorted by name; OSError if their folder, where there is one, cannot be read."""
+    try:
+        names = os.listdir(folder / PROCESSES)  # which `glob` takes for empty if it may not read it
+    except FileNotFoundError:
+        names = []
+    found = sorted(folder / PROCESSES / name for name in names if name.endswith(kind))
     return found if kind == TRACE else [file for file in found if not file.name.endswith(TRACE)]
 
 

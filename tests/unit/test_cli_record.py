@@ -631,6 +631,13 @@ class TestWrongPlaces:
         for command in (["top", "--once"], ["plot", "--json"], ["why", "--wait", 0], ["trace"], ["info"]):
             shown(*command, run)
 
+    def test_processes_that_cannot_be_listed(self, tmp_path, shown):
+        run = write(tmp_path / "run", [{"step": 1, "loss": 1.0, "seconds": 0.5, "workers": 1}])
+        (run / "processes").rename(tmp_path / "processes")
+        (run / "processes").touch()
+        for command in ("plot", "top", "trace"):
+            assert f"{run / 'processes'}: Not a directory" in shown(command, run, code=2)
+
     def test_steps_that_no_memory_holds(self, tmp_path, shown):
         run = write(tmp_path / "run", [{"step": 1}], [[process_line(0, step, [0.5]) for step in (1, 2**40)]])
         said = f"notes of {2**40} steps, from 1 on, but at most {2**27} are shown"
