@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from mpishard.arguments import shown
-from mpishard.cli.output import write
 from mpishard.cli.script import folder_of
+from mpishard.io.files import write_whole
 
 
 def example(
@@ -42,7 +42,7 @@ def example(
     if there:
         raise ValueError(f"{', '.join(there)} would be written over; change to another folder")
     for file in files:
-        write(Path(file.name), file.read_bytes())
+        write_whole(Path(file.name), file.read_bytes())
     typer.echo(f"written: {', '.join(file.name for file in files)}")
     typer.echo(f"run it by {_about(path)[0]}")
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
 import re
 import shutil
 import sys
@@ -18,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mpishard.arguments import printable
+from mpishard.io.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -111,7 +110,7 @@ def save(figure: Figure, path: Path, *, kind: str = "", dpi: int = 100) -> None:
         kind = path.suffix[1:].lower()
     drawn = io.BytesIO()
     figure.savefig(drawn, format=kind, dpi=dpi)
-    write(path, _with_palette(drawn) if kind == "png" else drawn.getvalue())
+    write_whole(path, _with_palette(drawn) if kind == "png" else drawn.getvalue())
 
 
 def _with_palette(drawn: io.BytesIO) -> bytes:
@@ -121,21 +120,6 @@ def _with_palette(drawn: io.BytesIO) -> bytes:
     smaller = io.BytesIO()
     Image.open(drawn).convert("RGB").quantize(dither=Image.Dither.NONE).save(smaller, "png", optimize=True)
     return smaller.getvalue()
-
-
-def write(path: Path, data: bytes) -> None:
-    """Write a file next to `path` and rename it, so that a full disk leaves the old file; OSError says the way out."""
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        if path.exists() and not path.is_file():  # such as /dev/stdout
-            path.write_bytes(data)
-            return
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise OSError(f"cannot write {path}: {error.strerror}; choose another place for it") from None
 
 
 # Arguments that several commands have.

@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from mpishard.cli.output import ACTIONS, AXES, RecordFolder, console, new_table, print_table, save, write
+from mpishard.cli.output import ACTIONS, AXES, RecordFolder, console, new_table, print_table, save
 from mpishard.comm.ledger import PRODUCT
+from mpishard.io.files import write_whole
 from mpishard.record.reading import check_record
 from mpishard.record.stacks import ask_for_trace
 from mpishard.record.summary import TimeSplit, Traced, chrome_events, mean, read_trace, split_times
@@ -67,7 +68,7 @@ def trace(
             f"{path} would be the timeline, which is JSON; with -o {path.with_suffix('.json')} --png "
             "the chart is next to it"
         )
-    write(path, json.dumps(chrome_events(chosen)).encode())
+    write_whole(path, json.dumps(chrome_events(chosen)).encode())
     typer.echo(path)
     if png:
         left_out = draw(chosen, path.with_suffix(".png"))

@@ -256,9 +256,10 @@ class MachineProfile:
         Raises
         ------
         OSError
-            If the file cannot be written.
+            If the file cannot be written; one that was there stays.
         """
-        file.write_text(json.dumps({"mpishard_profile": _VERSION, **asdict(self)}, indent=1) + "\n", "utf-8")
+        text = json.dumps({"mpishard_profile": _VERSION, **asdict(self)}, indent=1) + "\n"
+        files.write_whole(Path(file), text.encode())
 
     @classmethod
     def load(cls, file: Path) -> MachineProfile:

@@ -184,6 +184,21 @@ def is_deep(value: Any) -> bool:
     return True
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file next to `path` and rename it, so that a full disk leaves the old file; OSError says the way out."""
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        if path.exists() and not path.is_file():  # such as /dev/stdout
+            path.write_bytes(data)
+            return
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OSError(f"cannot write {path}: {error.strerror}; choose another place for it") from None
+
+
 def write_note(path: Path, content: Any, *, private: bool = False) -> None:
     """Write a file that only the owner can read, under a temporary name, which is then renamed.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import weakref
@@ -260,10 +261,19 @@ def test_refused(options: dict, message: str) -> None:
         estimate(TINY, **options)
 
 
-def test_profile_comes_back_from_its_file(tmp_path: Path) -> None:
+def test_profile_comes_back_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "profile.json"
     TYPICAL.save(file)
     assert MachineProfile.load(file) == TYPICAL
+
+    def full(path: Path, data: bytes) -> int:
+        path.write_text(data[:9].decode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"cannot write .*profile\.json: No space"):
+        patch.setattr(Path, "write_bytes", full)
+        MachineProfile.given(1e10, 1e9, 1e-6).save(file)
+    assert MachineProfile.load(file) == TYPICAL and list(tmp_path.iterdir()) == [file]
     surplus = json.dumps({"mpishard_profile": 1, **asdict(TYPICAL), "x": 1})
     for text in ("", "{}", "[]", '{"mpishard_profile": 0}', surplus):
         file.write_text(text)
