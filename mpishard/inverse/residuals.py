@@ -39,7 +39,7 @@ _POINTS = 2  # whose Jacobians are kept: the last iterate and a trial
 
 def _soft_l1(z: Array) -> tuple[Array, Array, Array]:
     root = np.sqrt(1 + z)
-    return 2 * (root - 1), 1 / root, -0.5 / (root * (1 + z))
+    return 2 * z / (root + 1), 1 / root, -0.5 / (root * (1 + z))  # root - 1 would be 0 for residuals near 0
 
 
 def _huber(z: Array) -> tuple[Array, Array, Array]:

@@ -89,6 +89,17 @@ def test_a_bundle_of_sparse_rows(solver, given):
                 assert same.nfev == found.nfev and np.allclose(same.x, found.x, atol=1e-7)
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_perfect_fit_is_a_success(loss):
+    sparse = pytest.importorskip("scipy.sparse", reason="SciPy is not installed (extra: test)")
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        matrix = sparse.csr_matrix(random.standard_normal((12, 5)) * (random.random((12, 5)) < 0.6))
+        data = matrix @ random.standard_normal(5)
+        found = least_squares(lambda x, A=matrix, b=data: A @ x - b, np.zeros(5), lambda x, A=matrix: A, loss=loss)
+        assert found.success and found.cost < 1e-12
+
+
 class Operator:
     """A Jacobian of which only products are known."""
 
