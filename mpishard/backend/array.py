@@ -352,6 +352,12 @@ def zeros(size: int | tuple[int, ...], dtype: Any, like: Array) -> Array:
     return backend_of(like).zeros(size, dtype, like)
 
 
+def contiguous(a: Array, dtype: Any) -> Array:
+    """`a` in one run of memory and of a dtype, as formulas take it; itself if it is."""
+    found = a.astype(dtype, copy=False)
+    return found if found.flags.c_contiguous else found.copy()
+
+
 def aligned_copy(a: Array) -> Array:
     """A copy of `a` that JAX can share: on the host it begins at a multiple of 64 bytes, unlike most NumPy arrays."""
     if is_device(a):

@@ -359,8 +359,7 @@ class Unknowns:
         if found.size != size:
             more = " on this rank: give the values that it owns, without ghosts or a halo" * self.has_fields
             raise ValueError(f"{what} has {found.size} elements of shape {found.shape}, but x0 has {size}{more}")
-        # Contiguous, as formulas take it: a column of a matrix is flat as it is.
-        return arrays.module_of(self.flat).ascontiguousarray(found.reshape(-1), self.flat.dtype)
+        return arrays.contiguous(found.reshape(-1), self.flat.dtype)  # a column of a matrix is flat, and has gaps
 
 
 class FieldOfTerm:
