@@ -96,14 +96,14 @@ def claims_device_buffers() -> bool:
     """Return True if the MPI library says that it takes CUDA pointers; `probe` finds out whether it does."""
     this = ctypes.CDLL(None)
     for library in (this, _mpi_library()):
-        query = getattr(library, "MPIX_Query_cuda_support", None)
-        if query is not None:
-            return bool(query())
         query = getattr(library, "MPIX_GPU_query_support", None)  # MPICH: (kind, flag); 0 is CUDA
         if query is not None:
             flag = ctypes.c_int(0)
             query(0, ctypes.byref(flag))
             return bool(flag.value)
+        query = getattr(library, "MPIX_Query_cuda_support", None)  # Open MPI's, with which MPICH 3.4 aborts
+        if query is not None:
+            return bool(query())
     return False
 
 

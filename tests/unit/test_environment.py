@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from facts import GOOD, HYDRA, MPICH, OPEN_MPI, PRTE, SRUN, VERSIONS, changed, j
 from mpishard.backend.gemm.libraries import Offer
 from mpishard.cli import main
 from mpishard.cli.info import rows, show
+from mpishard.comm import capabilities
 from mpishard.comm.capabilities import Capabilities
 from mpishard.environment import Facts, findings, launch_of, launches
 from mpishard.environment.facts import Gpu, _products_fast, collect_devices, gpus_of_driver
@@ -474,3 +476,16 @@ def test_one_of_several_lone_ranks_speaks(capsys: pytest.CaptureFixture[str], en
     environ(OMPI_COMM_WORLD_RANK="1")
     assert main(["info"]) == 0
     assert capsys.readouterr().out == ""
+
+
+def test_mpich_is_asked_by_its_own_call_whether_it_takes_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call that it has in common with Open MPI ends a process of MPICH 3.4."""
+
+    def query(kind: int, flag: Any) -> None:
+        flag._obj.value = 1 if kind == 0 else 0
+
+    of_mpich = SimpleNamespace(MPIX_GPU_query_support=query, MPIX_Query_cuda_support=lambda: pytest.fail("asked"))
+    monkeypatch.setattr(capabilities.ctypes, "CDLL", lambda name: of_mpich)
+    assert capabilities.claims_device_buffers()
+    monkeypatch.setattr(capabilities.ctypes, "CDLL", lambda name: SimpleNamespace(MPIX_Query_cuda_support=lambda: 1))
+    assert capabilities.claims_device_buffers()
