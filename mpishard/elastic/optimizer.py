@@ -337,7 +337,8 @@ class ElasticOptimizer:
             parameters count only at the beginning, and later a `GPT` that it makes draws none.
         callback : callable, optional
             Called with a `TrainingState` on every worker after every step; returning True on any worker stops all of
-            them.
+            them.  Survivors of a death may miss the step after which it came: ask for what holds from then on, as
+            ``state.step >= 100``.
         progress : bool
             Show progress on stderr of rank 0.
         checkpoints : Checkpoints, optional
