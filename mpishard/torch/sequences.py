@@ -136,7 +136,8 @@ def _attention(
     if divided_tokens is None:
         raise RuntimeError(
             f"{type(module).__name__} was called outside of a pass of the module that as_distributed has got with "
-            f"plan={PLAN!r}, or its model gives it no keyword arguments: call that module, and not its parts"
+            f"plan={PLAN!r}, or its model gives it no keyword arguments: call that module, and not its parts; another "
+            "model of the same configuration needs a copy.deepcopy of it"
         )
     unfit = [name for name in _NOT_TAKEN if options.get(name) is not None]
     if unfit:
