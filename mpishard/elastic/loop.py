@@ -170,6 +170,7 @@ class ElasticLoop:
                 return self._put_out(found)
             training.evaluate()
             decisions.stop_request = training.stop_request(transactions.status.committed_step, outcome)
+            transactions.unseen = None
             decisions.decide()
             if not transactions.status.stop_reason:
                 training.save(last=False)
@@ -177,7 +178,10 @@ class ElasticLoop:
                     time.sleep(min(_GIVE_WAY * (time.perf_counter() - began), _GIVE_WAY_MOST_S))
         else:  # a death came between the commit of the last step and the decision after it
             training.evaluate()
+            self._repeat_callback()
             decisions.decide()
+            if not transactions.status.stop_reason:
+                training.save(last=False)
         if not transactions.status.stop_reason:
             return self._pass_on(PhaseEvent.WORKS)
         try:
@@ -252,6 +256,19 @@ class ElasticLoop:
             run.membership.send_order(order)
         self._order = order
         return PhaseEvent.ORDERED
+
+    def _repeat_callback(self) -> None:
+        """Call the callback for the last step, if a death has kept it from any worker.  Collective over the workers.
+
+        All call it, since it may be collective: those that had called it once more, and those that have joined since.
+        """
+        training, transactions, decisions = self._run.training, self._run.transactions, self._run.decisions
+        outcomes = training.optimizer.mesh.world.allgather_object(transactions.unseen)
+        unseen = next((each for each in outcomes if each is not None), None)
+        if unseen is not None:
+            request = training.stop_request(transactions.status.committed_step, unseen)
+            decisions.stop_request = max(request, decisions.stop_request)
+        transactions.unseen = None
 
     def _compare_replicas(self, last: bool = False) -> None:
         """Compare what the workers hold, if that is audited.  Collective over the workers."""

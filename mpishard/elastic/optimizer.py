@@ -337,8 +337,7 @@ class ElasticOptimizer:
             parameters count only at the beginning, and later a `GPT` that it makes draws none.
         callback : callable, optional
             Called with a `TrainingState` on every worker after every step; returning True on any worker stops all of
-            them.  Survivors of a death may miss the step after which it came: ask for what holds from then on, as
-            ``state.step >= 100``.
+            them.  After a death it may be called once more for the same step.
         progress : bool
             Show progress on stderr of rank 0.
         checkpoints : Checkpoints, optional

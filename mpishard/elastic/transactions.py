@@ -322,6 +322,7 @@ class Transactions:
         among_all: bool = False,
     ) -> None:
         self.status: RunStatus = status
+        self.unseen: StepOutcome | None = None  # of the last committed step, until its callback has returned
         self._training = training
         self._membership = membership
         self._agreements = agreements
@@ -358,7 +359,7 @@ class Transactions:
             self._current().commit()
         self.status = self.status._replace(committed_step=self.status.committed_step + 1)
         self._training.finish_step(outcome)
-        self._ready = None
+        self.unseen, self._ready = outcome, None
         return outcome
 
     def rollback(self) -> None:
@@ -428,6 +429,8 @@ class Transactions:
     def install(self, checkpoint: BuddyCheckpoint | None) -> None:
         """Drop the old committed state for a new one; None in a spare."""
         self._checkpoint = checkpoint
+        if checkpoint is None:
+            self.unseen = None
 
     def _current(self) -> BuddyCheckpoint:
         assert self._checkpoint is not None

@@ -237,6 +237,12 @@ def run(case: Case, folder: Path) -> None:
             callback: Any = grow if case.spawns or case.respawn else resize if resizes else None
             if case.long:
                 callback = note_moves_and_steps(notes, mesh)
+
+            def called(state: Any) -> None:
+                notes.leave(f"seen-{state.step}")
+                if callback is not None:
+                    callback(state)
+
             record = mpishard.RunRecord(folder, mesh)
             given: Any = problem if case.moves or case.long else problem(mesh)
             validation = mpishard.Evaluation.for_model(
@@ -244,7 +250,7 @@ def run(case: Case, folder: Path) -> None:
             )
             result = elastic.optimize(
                 given,
-                callback=callback,
+                callback=called,
                 progress=False,
                 checkpoints=checkpoints,
                 resume=True,

@@ -255,6 +255,7 @@ def run(case: Case, launch: Sequence[str], reference: dict[str, Any], limit: flo
         steps = [line["step"] for line in read_lines(Path(folder, "metrics.jsonl"))[0]]
         # A new first rank repeats the newest one, which the first rank before may not have written.
         validated = sorted({line["step"] for line in read_lines(Path(folder, "logged.jsonl"))[0]})
+        seen = sorted(int(path.name.removeprefix("seen-")) for path in Path(folder).glob("seen-*"))
         happened = len(list(Path(folder).glob("fault-*")))
         left = alive(folder)
         for number in left:
@@ -278,6 +279,8 @@ def run(case: Case, launch: Sequence[str], reference: dict[str, Any], limit: flo
         problem = f"the newest checkpoint is {newest}, and the last step was {fault_run.STEPS}"
     elif steps != list(range(1, fault_run.STEPS + 1)):
         problem = f"the record has the steps {steps}"
+    elif seen != list(range(1, fault_run.STEPS + 1)):
+        problem = f"the callback has seen the steps {seen}"
     elif validated != list(range(fault_run.VALIDATED_EVERY, fault_run.STEPS + 1, fault_run.VALIDATED_EVERY)):
         problem = f"the record has the validation losses of the steps {validated}"
     return Ended(case, problem, how, seconds, output)
