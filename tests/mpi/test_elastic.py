@@ -300,10 +300,11 @@ def test_many_resizes_leave_nothing_behind(mesh, steps, folder, monkeypatch):
         result = optimizer.optimize(problem, callback=callback, progress=False, checkpoints=checkpoints)
     assert result.steps == steps
     if mesh.rank < ranks - 1:
-        early, late = noted[20], noted[steps]
+        early, middle, late = noted[20], noted[(20 + steps) // 2], noted[steps]
         assert late[0] == early[0]
         assert late[1] <= early[1]
-        assert late[2] - early[2] < 8 * 1024  # KiB
+        # KiB.  What is left behind shows in both halves, and memory that an MPI library takes once in one.
+        assert min(middle[2] - early[2], late[2] - middle[2]) < 4 * 1024
 
 
 def test_the_copies_of_the_state_go_with_the_run(mesh):
