@@ -84,12 +84,15 @@ def test_an_error_does_not_steer_the_terminal(tmp_path, capsys):
     assert r"a\x1b[2J\udc80 does not exist" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "to", "code"), [("inspect", ">&-", 0), ("verify", "| true", 141)])
+@pytest.mark.parametrize(("name", "to", "code"), [("inspect", ">&-", 0), ("verify", "", 141)])
 def test_what_nobody_reads_is_no_damage(name, to, code, tmp_path):
-    """With a closed output, and in a pipe that has ended."""
+    """With a closed output, and with a pipe that nobody reads any more."""
     checkpoint = write(Arrays(), tmp_path / "a")
-    command = f"set -o pipefail; (sleep 0.5; exec {sys.executable} -m mpishard {name} {checkpoint}) {to}"
-    finished = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    command = ["bash", "-c", f"exec {sys.executable} -m mpishard {name} {checkpoint} {to}"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as pipe:
+        finished = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert finished.returncode == code and "Traceback" not in finished.stderr, finished
 
 
