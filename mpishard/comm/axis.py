@@ -238,15 +238,28 @@ class Axis(Communicator):
         name : str
             Of the new axis.
         color : int
-            Not negative.
+            Not negative, and below 2**31.
 
         Returns
         -------
         Axis
             A second call with the same name returns the same axis, until `rebind`.  It is freed with this axis.
+
+        Raises
+        ------
+        TypeError or ValueError
+            On every rank, if one has no such color, or another name.
         """
         part = self._subgroups.get(name)
         if part is None:
+            problem = None
+            try:
+                given = integer("color", int(color) if isinstance(color, bool) else color, least=0)
+                if given >= 2**31:
+                    raise ValueError(f"color={given} must be below 2**31")
+            except (TypeError, ValueError) as error:
+                problem = error
+            self.raise_if_any(problem)
             self._compare("split", name)
             now, later = self._split(self.comm, color)
             ranks = [0] if self._channel.is_self else MPI.Group.Translate_ranks(now.group, None, self.comm.group)

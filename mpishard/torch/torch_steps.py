@@ -49,7 +49,9 @@ def arguments_of(kind: type) -> Mapping[str, inspect.Parameter]:
 
 
 def check_step(kind: type) -> None:
-    """Raise TypeError if the step of an optimizer needs an argument, as that of LBFGS does."""
+    """Raise TypeError if the step of an optimizer needs an argument, as that of LBFGS does, or sparse gradients."""
+    if issubclass(kind, torch.optim.SparseAdam):
+        raise TypeError(f"{kind.__name__} needs sparse gradients, and those of ranks are dense; use torch.optim.Adam")
     known = inspect.signature(kind.step).parameters.values()  # type: ignore[attr-defined]
     needed = [each.name for each in known if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
     if more := needed[1:]:

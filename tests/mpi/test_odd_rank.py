@@ -248,7 +248,12 @@ TABLE = [
         lambda at, ranks=(0,): at.mesh.world.subgroup("some", ranks),
         ({"ranks": (0, 1)}, "subgroup"),
     ),
-    *odd("mpishard.Axis.split", lambda at, name="a": at.mesh.world.split(name, 0), ({"name": "b"}, "'b'")),
+    *odd(
+        "mpishard.Axis.split",
+        lambda at, name="a", color=0: at.mesh.world.split(name, color),
+        ({"name": "b"}, "'b'"),
+        *({"color": color} for color in (-1, "a", 2**40)),
+    ),
     *collectives(),
     *odd(
         "mpishard.minimize",
