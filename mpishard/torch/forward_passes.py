@@ -40,7 +40,8 @@ class ForwardPass:
         problem: BaseException | None = None
         others = [layer for layer in staged.layers if not self._mesh.place.runs(layer.stage)]
         try:
-            with left_together(self._mesh.tensor), staged.following(self), staged.buffers_without_values(others):
+            without = staged.buffers_without_values(others)
+            with left_together(self._mesh.tensor), staged.following(self), without, staged.gradients_aside():
                 output = staged.compute_whole(args, kwargs)
             self._share(output)
             values = {id(each): self._values.of(each) for each in tensors_in(output)}

@@ -45,6 +45,8 @@ class UnavailableGradient(torch.Tensor):
         if func in (torch.Tensor.requires_grad_, torch.Tensor.zero_):
             args[0].is_zeroed |= func is torch.Tensor.zero_
             return args[0]
+        if torch._guards.detect_fake_mode() is not None:  # torch.compile asks for its form
+            return super().__torch_function__(func, types, args, kwargs or {})
         raise RuntimeError(
             "p.grad is not available: under zero=2 and 3, on tensor and pipeline ranks, with reproducible sums or a "
             "loss scale gradients are reduced during backward().  To drop all, call optimizer.zero_grad(); to clip, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -98,6 +99,13 @@ def micro_batches_of(batch: tuple[Any, ...], most: int, reduction: str) -> list[
         factor = (stop - start) / samples if reduction == "mean" else 1.0
         found.append((with_tensors(batch, parts), factor))
     return found
+
+
+def _code_of(function: Any) -> Any:
+    """What tells the passes of a function from those of others, also of one that is made anew in each step."""
+    if isinstance(function, partial):
+        return _code_of(function.func), text_of(function.args), text_of(function.keywords)
+    return getattr(function, "__code__", type(function))
 
 
 class PassTaker(Protocol):
@@ -281,7 +289,7 @@ class PipelinedPasses(ModulePasses):
         inputs = tensors if not self._takes_numbers else list(tensors_in(self._inputs_of(function, arguments)))
         kinds = {each.device.type for each in inputs}
         key = (
-            getattr(function, "__code__", type(function)),
+            _code_of(function),
             tuple((tuple(each.shape), each.dtype) for each in inputs),
             text_of(with_tensors(arguments, dict.fromkeys(map(id, tensors)))),
             trains,

@@ -134,7 +134,8 @@ class Message:
             if (tuple(each.shape), each.dtype) != form:
                 raise RuntimeError(
                     f"a layer hands on {each.dtype} {tuple(each.shape)}, and the next stage waits for {form[1]} "
-                    f"{form[0]}, which a pass without values has found: shapes must not depend on values"
+                    f"{form[0]}, which a pass without values has found: shapes must not depend on values, and numbers "
+                    "on which they depend come with the batch, function(module, *batch, number)"
                 )
             place.copy_(each.detach())
         self._mark(memory, has_failed=False)
@@ -239,7 +240,7 @@ class Survey:
         staged, loss = self._staged, None
         silent = nullcontext() if staged.cuts is None else staged.cuts.without_messages()
         without = staged.buffers_without_values(staged.layers)
-        with staged.following(self), silent, without, torch.set_grad_enabled(trains):
+        with staged.following(self), silent, without, staged.gradients_aside(), torch.set_grad_enabled(trains):
             try:
                 loss = function(staged.module, *arguments)
             except NEEDS_VALUES as error:  # a loss may look at its value

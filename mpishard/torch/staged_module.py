@@ -288,6 +288,18 @@ class StagedModule:
             for table, key, buffer in found:
                 table[key] = buffer
 
+    @contextlib.contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        """A context without ``p.grad``: a parameter without values is made with its gradient. Not collective."""
+        found = [(p, p.grad) for p in self._tensors.values() if p.grad is not None]
+        try:
+            for p, _ in found:
+                p.grad = None
+            yield
+        finally:
+            for p, gradient in found:
+                p.grad = gradient
+
     def compute(self, number: int, args: Any, kwargs: Any) -> Any:
         """The forward pass of a layer itself. Not collective."""
         return self._forwards[number](*args, **kwargs)

@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -98,6 +99,32 @@ def test_a_call_under_autocast_keeps_no_weights_without_values(pipeline_mesh):
     assert loss == pytest.approx(expected.item(), rel=1e-2)
     optimizer.step()
     optimizer.close()
+
+
+@needs_ranks
+@pytest.mark.parametrize("name", ["streams", *variants.full("gpt2")])
+def test_other_shapes_come_between_a_backward_pass_and_its_step(pipeline_mesh, name):
+    """What has no values then is made without the gradients, which are on their way."""
+    if name == "gpt2":
+        pytest.importorskip("transformers")
+    whole, module = made(name), made(name)
+    optimizer = distributed(module, pipeline_mesh)
+    replica = pipeline_mesh.data.rank, pipeline_mesh.data.size
+    with optimizer.no_sync():
+        optimizer.loss_and_gradient(loss_of, words_of(0, *replica))
+    optimizer.loss_and_gradient(loss_of, words_of(1, *replica)[:, :4])
+    for length in (3, 5):
+        shorter = words_of(2)[:, :length]
+        with torch.no_grad():
+            found, expected = module(shorter), whole(shorter)
+        torch.testing.assert_close(getattr(found, "logits", found), getattr(expected, "logits", expected))
+        loss = optimizer.loss(partial(lambda module, words, n: loss_of(module, words[:, :n]), n=length), words_of(2))
+        assert loss == pytest.approx(loss_of(whole, shorter).item(), abs=1e-12)
+    optimizer.step()
+    (loss_of(whole, words_of(0)) + loss_of(whole, words_of(1)[:, :4])).backward()
+    adamw(whole).step()
+    optimizer.close()
+    assert_same_parameters(module, whole, atol=1e-10)
 
 
 @pytest.mark.parametrize("zero", [0, *variants.full(2)])
