@@ -291,6 +291,8 @@ class GradientReducer:
             if self.on_demand and more:
                 self._begin(order)  # after the last micro-batch `end_pass` does this
             progress.end(order)
+        if self.is_last_pass and not more:
+            progress.begin_sums()  # a rank without gradients, too: other stages have tied ones that all sum
 
     def end_pass(self) -> None:
         """End a backward pass; in the last one reduce the other buckets, with zeros for what has no gradient.
@@ -321,7 +323,8 @@ class GradientReducer:
         Ranks may have started different ones of its sums, and each starts the rest here. So this is collective over the
         data axis after such a pass.
         """
-        if self.progress.has_begun and (self.on_demand or self.is_last_pass):
+        sums = self.progress.phase is GradientPhase.REDUCING  # of tied tensors, at the end
+        if (self.progress.has_begun or sums) and (self.on_demand or self.is_last_pass):
             self.end_pass()
         self.reset()
 
