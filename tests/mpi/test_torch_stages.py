@@ -18,7 +18,7 @@ from mpishard import Mesh, ShardingConfiguration
 torch = pytest.importorskip("torch")
 from torch_divided import Division, check_continuation, check_masters, check_norm, check_steps  # noqa: E402
 from torch_models import assert_same_parameters  # noqa: E402
-from torch_plans import PLAN, RULE, adamw, fresh, loss_of, take_steps, words_of  # noqa: E402
+from torch_plans import PLAN, RULE, WORDS, adamw, fresh, loss_of, take_steps, words_of  # noqa: E402
 from torch_stages import KINDS, made, sequential, take_micro_steps, virtual_stages  # noqa: E402
 
 
@@ -127,6 +127,30 @@ def test_other_shapes_come_between_a_backward_pass_and_its_step(pipeline_mesh, n
     adamw(whole).step()
     optimizer.close()
     assert_same_parameters(module, whole, atol=1e-10)
+
+
+class WithFixedInputs(torch.nn.Sequential):
+    """Whose embedding gets no gradient, though it has parameters to train."""
+
+    def forward(self, words):
+        with torch.no_grad():
+            x = self[0](words)
+        for layer in self[1:]:
+            x = layer(x)
+        return x
+
+
+@needs_ranks
+def test_a_stage_may_have_no_gradient(pipeline_mesh):
+    ranks = pipeline_mesh.pipeline.size
+    inside = [torch.nn.Linear(6, 6) for _ in range(ranks - 2)]
+    module = WithFixedInputs(torch.nn.Embedding(WORDS, 6), *inside, torch.nn.Linear(6, WORDS))
+    optimizer = distributed(module, pipeline_mesh, stages=[str(number) for number in range(1, ranks)])
+    before = optimizer.loss_and_gradient(loss_of, words_of(0))
+    optimizer.step()
+    assert len(optimizer.unused_parameters) == (pipeline_mesh.pipeline.rank == 0)
+    assert optimizer.loss(loss_of, words_of(0)) < before
+    optimizer.close()
 
 
 @pytest.mark.parametrize("zero", [0, *variants.full(2)])
