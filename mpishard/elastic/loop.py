@@ -120,9 +120,11 @@ class ElasticLoop:
             note_cell(1)
         # Not a method of the loop: after an error that the script catches, it would keep the state of the run.
         leave = atexit.register(partial(_leave, membership)) if self._heals else None
-        while self.phase is not Phase.ENDED:
-            self.phase = next_phase(self.phase, self._take_turn())
-        training.close()
+        try:
+            while self.phase is not Phase.ENDED:
+                self.phase = next_phase(self.phase, self._take_turn())
+        finally:
+            training.close()
         fail_alone(False)
         if leave is not None:
             atexit.unregister(leave)

@@ -358,6 +358,8 @@ def test_gradients_that_are_not_finite_end_spares_too(mesh):
     problem = OptimizationProblem(function, np.zeros(3), samples=45, batch_size=16, steps=5)
     with pytest.raises(FloatingPointError, match="step 2"):
         optimizer.optimize(problem, callback=callback, progress=False)
+    # A loop of the user's own makes the passes from now on.
+    assert not optimizer.optimizer.state.strategy.reducer.progress.in_loop
 
 
 def test_what_a_method_has_not_written_is_not_copied_again(mesh, monkeypatch):
