@@ -186,6 +186,7 @@ class DeferredError:
 
     def __init__(self, world: Axis, transactional: bool) -> None:
         self.error: Exception | SystemExit | None = None  # None: the user's code has not failed here
+        self.is_raised = False  # by all
         # Called where all workers know that one has failed; returns the ranks that raise the error.
         self.on_failure: Callable[[], Axis] = lambda: world
         self._world, self._transactional = world, transactional  # a worker may be alone with spares
@@ -218,7 +219,7 @@ class DeferredError:
 
     def raise_over(self, axis: Axis) -> None:
         """The part of `raise_on_all` after all ranks have met; `axis`: those that raise. Collective over them."""
-        error, self.error = self.error, None
+        error, self.error, self.is_raised = self.error, None, True
         axis.raise_together(error)
 
 

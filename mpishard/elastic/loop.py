@@ -120,9 +120,11 @@ class ElasticLoop:
             note_cell(1)
         # Not a method of the loop: after an error that the script catches, it would keep the state of the run.
         leave = atexit.register(partial(_leave, membership)) if self._heals else None
-        while self.phase is not Phase.ENDED:
-            self.phase = next_phase(self.phase, self._take_turn())
-        training.close()
+        try:
+            while self.phase is not Phase.ENDED:
+                self.phase = next_phase(self.phase, self._take_turn())
+        finally:
+            training.close()
         fail_alone(False)
         if leave is not None:
             atexit.unregister(leave)
@@ -150,6 +152,12 @@ class ElasticLoop:
             if self.phase is not Phase.HEALING and (by_script or not self._heals):
                 raise
             return PhaseEvent.DIED
+        except Exception as error:
+            # As of gradients that are not finite, or a full disk.  Where MPI heals, spares learn that the workers die.
+            told = self._run.training.deferred_error.is_raised or self._heals
+            if self.phase in (Phase.TRAINING, Phase.STOPPING) and not told and self._run.membership.rank == 0:
+                self._run.membership.send_error(error)
+            raise
 
     def _start(self) -> PhaseEvent:
         """Have all processes begin with the wanted number of workers, which they know without an order."""

@@ -9,6 +9,7 @@ communicators of the workers.
 from __future__ import annotations
 
 import atexit
+import json
 import time
 from typing import ClassVar, NamedTuple
 
@@ -18,6 +19,7 @@ from mpi4py import MPI
 from mpishard.comm.abort import die
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import heals_in_place
+from mpishard.comm.errors import ErrorForOthers
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.mesh import Mesh
 from mpishard.elastic.mesh_choice import MeshSizes
@@ -73,7 +75,7 @@ def _shared_axis(comm: MPI.Intracomm) -> Axis:
 class Order(NamedTuple):
     """The next number of workers, and the number of spawned workers that wait to be called in for it.
 
-    No workers: the run fails by an error that all processes raise.
+    No workers: the run fails by an error that all processes raise, or that follows in as many bytes as `recruits` says.
     """
 
     workers: int
@@ -154,6 +156,13 @@ class Membership:
         for spare in range(self.roles.working, self.roles.size):
             self.axis.send(numbers, self.roles.ranks[spare], _ORDER, label="control")
 
+    def send_error(self, error: Exception) -> None:
+        """Have the spares raise an error of the workers.  Called by rank 0 alone."""
+        text = np.frombuffer(bytearray(json.dumps(ErrorForOthers.of(error, 0)).encode()), np.uint8)
+        self.send_order(Order(0, text.size))
+        for spare in range(self.roles.working, self.roles.size):
+            self.axis.send(text, self.roles.ranks[spare], _ORDER, label="control")
+
     def fail(self) -> Axis:
         """Order the spares to raise an error with the workers; returns the axis of all."""
         if self.rank == 0:
@@ -161,13 +170,21 @@ class Membership:
         return self.axis
 
     def wait_for_order(self) -> Order:
-        """Sleep until rank 0 sends an order.  Called by spares; raises MPI.Exception if a process dies."""
+        """Sleep until rank 0 sends an order.  Called by spares.
+
+        Raises MPI.Exception if a process dies, and the error that rank 0 sends.
+        """
         comm = self.axis.comm
         while not comm.Iprobe(self.roles.ranks[0], _ORDER):
             time.sleep(_NAP_S)
         numbers = np.empty(2, np.int64)
         self.axis.recv(numbers, self.roles.ranks[0], _ORDER, label="control")
-        return Order(*numbers.tolist())
+        order = Order(*numbers.tolist())
+        if not order.workers and order.recruits:
+            text = np.empty(order.recruits, np.uint8)
+            self.axis.recv(text, self.roles.ranks[0], _ORDER, label="control")
+            raise ErrorForOthers(*json.loads(text.tobytes())).made()
+        return order
 
     def call_in(self, spawn: SpawnRequest | None) -> tuple[str, str]:
         """Call in the processes that rank 0 has spawned.  Collective.

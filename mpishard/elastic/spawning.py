@@ -53,8 +53,13 @@ _ANSWER_S = 10.0
 # (ULFM), MPI_Init may wait for ever, and no thread of Python runs in it: then the kernel ends the process.
 BOOT = (
     "import os, signal; signal.alarm(20 * (os.environ.get('OMPI_MCA_mpi_ft_enable') == '1')); from mpi4py import MPI; "
-    "signal.alarm(0); from mpishard.elastic.spawning import run_script; run_script()"
+    "signal.alarm(0); [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGTERM, signal.SIGUSR1)]; "
+    "signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from mpishard.elastic.spawning import run_script; run_script()"
 )
+# What starts Python with the arguments that follow.  Signals that stop the run reach new processes, too: if one ended
+# them before MPI_Init is over, the leader's spawn would not return.
+SHIELDED = ("/bin/sh", "-c", 'trap "" TERM USR1 INT; exec "$0" "$@"', sys.executable)
 
 
 class Message(NamedTuple):
@@ -170,7 +175,8 @@ class SpawnRequest:
         started.daemon = True
         started.start()
         try:
-            inter = MPI.COMM_SELF.Spawn(sys.executable, self._command, self.processes, _info())
+            words = [*SHIELDED, *self._command]
+            inter = MPI.COMM_SELF.Spawn(words[0], words[1:], self.processes, _info())
         except MPI.Exception as error:
             self.problem = f"MPI cannot start them: {error.Get_error_string()}"
             return

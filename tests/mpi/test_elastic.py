@@ -343,6 +343,25 @@ def test_an_error_is_the_users_and_reaches_the_spares(mesh):
         optimizer.optimize(own_problem(), callback=callback, progress=False)
 
 
+@pytest.mark.skipif(os.environ.get("OMPI_MCA_mpi_ft_enable") == "1", reason="where MPI heals it counts as a death")
+def test_gradients_that_are_not_finite_end_spares_too(mesh):
+    optimizer, fewer, calls = elastic(STRATEGIES[0], mesh), max(1, mesh.size - 1), []
+
+    def function(parameters, samples, gradients):
+        gradients += math.nan if calls else 1.0
+        return 1.0
+
+    def callback(state):
+        calls.append(state.step)
+        optimizer.resize(fewer)
+
+    problem = OptimizationProblem(function, np.zeros(3), samples=45, batch_size=16, steps=5)
+    with pytest.raises(FloatingPointError, match="step 2"):
+        optimizer.optimize(problem, callback=callback, progress=False)
+    # A loop of the user's own makes the passes from now on.
+    assert not optimizer.optimizer.state.strategy.reducer.progress.in_loop
+
+
 def test_what_a_method_has_not_written_is_not_copied_again(mesh, monkeypatch):
     """Yet after each evaluation, also one that was taken back, the buddies have the neighbour's whole state."""
     history, again, commit, compute = 4, set(), Transactions.commit, Transactions.compute

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
+import subprocess
 import sys
 from collections import Counter
 from contextlib import nullcontext
@@ -23,7 +25,7 @@ from mpishard.elastic import transactions as agreements
 from mpishard.elastic.membership import Membership
 from mpishard.elastic.phases import TRANSITIONS, Phase, PhaseEvent, next_phase
 from mpishard.elastic.roles import Member, Peer, Roles
-from mpishard.elastic.spawning import BOOT, command, flush_output
+from mpishard.elastic.spawning import BOOT, SHIELDED, command, flush_output
 from mpishard.elastic.transactions import ResizeMetadata, RunStatus, Transactions, buddies, needs_copy
 from mpishard.launch.detection import CELL_OPTION
 from mpishard.launch.script import RUNNER
@@ -482,3 +484,18 @@ def test_the_script_runs_with_its_options(arguments, options, script):
 def test_no_script_is_refused(arguments):
     with pytest.raises(ValueError, match="standard input"):
         command(["python", *arguments], (1, 1))
+
+
+def test_signals_that_stop_the_run_do_not_end_a_spawned_process_before_mpi_is_started(tmp_path):
+    """The spawn would not return."""
+    send = "import os, signal; MPI = [os.kill(os.getpid(), getattr(signal, name)) for name in {}]"
+    names = "SIGTERM", "SIGUSR1", "SIGINT"
+    ignored = f"[name for name in {names} if signal.getsignal(getattr(signal, name)) is signal.SIG_IGN]"
+    for folder, text in (("mpishard", ""), ("mpishard/elastic", ""), ("mpi4py", send.format(names))):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text(text)
+    (tmp_path / "sitecustomize.py").write_text(send.format(names))
+    (tmp_path / "mpishard/elastic/spawning.py").write_text(f"import signal\nrun_script = lambda: print({ignored})")
+    environment, words = {**os.environ, "PYTHONPATH": str(tmp_path)}, [*SHIELDED, "-c", BOOT]
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done
