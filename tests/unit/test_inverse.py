@@ -241,6 +241,13 @@ def test_adjoints(dtype: type, close: float, capsys: pytest.CaptureFixture[str])
         mpishard.check_adjoint(forward, lambda y: y, x, y, disp=False)
 
 
+@pytest.mark.parametrize(("x", "what"), [(np.zeros(3, "D"), "x of rank 0"), (np.zeros(3), "what forward gives")])
+def test_adjoints_of_complex_operators_are_refused(x: Array, what: str) -> None:
+    """Of which one, without the conjugate, has the same real part for real vectors."""
+    with pytest.raises(TypeError, match=f"{what} is complex: .*pairs of real numbers"):
+        mpishard.check_adjoint(np.fft.fft, np.fft.fft, x, np.zeros(3), disp=False)
+
+
 def test_an_operator_that_rounds_to_float32() -> None:
     half = A.astype(np.float32)
     given = lambda x: half @ x.astype(np.float32), lambda y: half.T @ y.astype(np.float32)
