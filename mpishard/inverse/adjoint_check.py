@@ -90,7 +90,8 @@ def check_adjoint(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if a function of any rank raises these, or returns another shape than the other one takes.
+        On all ranks, if a function of any rank raises these, or returns another shape than the other one takes, or
+        complex numbers.
 
     Examples
     --------
@@ -112,6 +113,7 @@ def check_adjoint(
     with raised_on_all(axis):
         for name, apply, vector, other in (("forward", forward, *vectors), ("adjoint", adjoint, *vectors[::-1])):
             found = apply(vector.copy())
+            _check_real(f"what {name} gives", found)
             if np.shape(found) != other.shape:
                 raise ValueError(f"{name} gives shape {np.shape(found)}, but the other one takes {other.shape}")
             is_single = is_single or getattr(found, "dtype", None) == np.float32
@@ -131,10 +133,19 @@ def check_adjoint(
 def _random(like: Any, seed: int, name: str) -> Array:
     """Random numbers of the shape, dtype and device of an array; dtypes other than float32 become float64."""
     like = like.local if is_part(like) else like
+    _check_real(name, like)
     shape = np.shape(like)
     dtype = np.float32 if getattr(like, "dtype", None) == np.float32 else np.float64
     values = uniform_in_box(seed, name, shape, whole_box(shape)).astype(dtype)
     return np.asarray(values, like=like) if arrays.is_array(like) else values
+
+
+def _check_real(name: str, values: Any) -> None:
+    """Raise TypeError for complex numbers, of which only the real parts would be compared."""
+    if np.iscomplexobj(values):
+        raise TypeError(
+            f"{name} is complex: let both functions take and give pairs of real numbers, as x.view(float) makes them"
+        )
 
 
 def _flat(values: Array) -> np.ndarray:

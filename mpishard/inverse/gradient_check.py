@@ -18,7 +18,7 @@ from mpishard.comm.mesh import Mesh
 from mpishard.data.sampling import share
 from mpishard.inverse.functions import TERMS, Functions, opening, world_of
 from mpishard.inverse.pictures import draw_remainders
-from mpishard.inverse.taylor import TaylorTest, taylor_test
+from mpishard.inverse.taylor import FITTED, TaylorTest, taylor_test
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.io import terminal
 from mpishard.parameters.flat import FlatParameters
@@ -401,10 +401,12 @@ def _check(line: Line, row: list[float], with_product: bool, same_on_all: bool) 
         bent, slope, size = line.dots((product, line.d), (product, line.w), (np.abs(here.gradient), np.abs(line.w)))
         slopes = np.array(line.dots(*((each.gradient - here.gradient, line.w) for each in points)))
         name, second, size = "|f(x + h d) - f(x) - h g'd - h^2/2 d'Hd|", 0.5 * h * h * bent, precision * size
-        tests += [
-            taylor_test(name, 3, h, left - second, second, rounding, precision),
-            taylor_test("|w'(g(x + h d) - g(x) - h Hd)|", 2, h, slopes - h * slope, h * slope, 0 * h + size, precision),
-        ]
+        curved = taylor_test(name, 3, h, left - second, second, rounding, precision)
+        name, linear = "|w'(g(x + h d) - g(x) - h Hd)|", h * slope
+        turned = taylor_test(name, 2, h, slopes - linear, linear, 0 * h + size, precision)
+        if turned.passed and sum(curved.used) < FITTED:  # rounding of the values hides what those of the gradient show
+            curved = replace(curved, passed=True)
+        tests += [curved, turned]
     quotient = float("nan")
     if not tests[0].passed:
         quotient, verdict = _diagnosis(line, here, tests[0], derivative, values, noise, precision)

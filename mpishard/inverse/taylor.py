@@ -13,7 +13,7 @@ import numpy as np
 
 _AHEAD = 10.0  # a remainder counts if it is at least this factor above the rounding errors
 _FLAT = 0.6  # remainders that fall more slowly than this power of the step are errors of the function itself
-_FITTED = 3  # remainders in the fit, those of the smallest steps
+FITTED = 3  # remainders in the fit, those of the smallest steps
 _SIGNIFICANT = 6.0  # standard deviations
 _SLACK = 0.2  # by which an order may be too low
 
@@ -50,7 +50,7 @@ def taylor_test(
     known = np.isfinite(left)
     floor = np.maximum(_AHEAD * rounding, _level_of_tail(steps, left, known))
     seen = np.flatnonzero(known & (left > floor))
-    fitted = seen[-_FITTED:]
+    fitted = seen[-FITTED:]
     order = float("nan")
     if len(fitted) > 1:  # the last two are the nearest to the limit
         order = max(_slope(steps[each], left[each]) for each in (fitted, fitted[-2:]))

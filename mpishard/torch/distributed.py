@@ -348,7 +348,8 @@ def cross_entropy(logits: Any, targets: Any, layer: Any, *, ignore_index: int = 
         raise ValueError(f"reduction={reduction!r} must be 'mean' or 'sum'")
     logits = logits.float() if logits.dtype in HALF else logits
     hook = vars(layer).get("forward")
-    if isinstance(hook, ModuleHook) and isinstance(hook.args[0], CutModule):
+    is_cut = isinstance(hook, ModuleHook) and isinstance(hook.args[0], CutModule)
+    if is_cut and hook.args[1].cut.style.cuts == "outputs":  # else they are whole
         return hook.args[0].cross_entropy(hook.args[1], logits, targets, ignore_index, reduction)
     columns = layer.out_features
     if logits.shape[-1] != columns:

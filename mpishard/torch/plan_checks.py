@@ -20,7 +20,7 @@ _SAMPLED = 4096  # elements of a tensor that are compared
 _COMPARED = 0.9  # of these: a token that is routed to another expert by rounding alone changes fewer
 # Of the root mean square of the elements: what rounding may change, and what a wrong plan exceeds.
 _ALLOWED = {torch.float64: 1e-5, torch.float32: 1e-3}
-_ALLOWED_OF_HALF = 5e-2
+_ALLOWED_OF_HALF = 0.2  # of 32 layers of Olmo2 in bfloat16 it is 0.08, of a wrong plan over 1
 _PLAIN = (torch.Tensor, bool, int, float, complex, str, torch.dtype, torch.device)
 
 

@@ -86,6 +86,33 @@ def test_steps_of_a_module_with_its_loss_are_those_of_one_process(tensor_mesh):
         assert not any(shape[-1:] == (WORDS,) for shape in saved)
 
 
+class Classifier(torch.nn.Module):
+    """More classes than features, or fewer, each with a target."""
+
+    def __init__(self, classes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = torch.nn.Linear(8, classes, dtype=torch.float64)
+
+    def forward(self, x):
+        return mpishard.torch.cross_entropy(self.head(x), torch.arange(self.head.out_features), self.head)
+
+
+@pytest.mark.parametrize("classes", [5, 11])
+def test_the_loss_of_a_layer_whose_inputs_are_cut(tensor_mesh, classes):
+    whole, module = Classifier(classes), Classifier(classes)
+    plan = {"head": "rowwise_split_input"}
+    optimizer = mpishard.torch.as_distributed(module, tensor_mesh, mpishard.SGD(lr=1.0), plan=plan)
+    x = torch.randn(classes, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for each in (module(x), whole(x)):
+        assert each.item() == pytest.approx(whole(x).item(), rel=1e-14)
+        each.backward()
+    optimizer.step()
+    torch.optim.SGD(whole.parameters(), lr=1.0).step()
+    optimizer.close()
+    assert_same_parameters(module, whole)
+
+
 @needs_ranks
 @pytest.mark.parametrize("name", ["Qwen3", *variants.full("Gemma2", "Cohere", "GPT2")])
 def test_labels_of_a_model_of_transformers_leave_the_logits_in_parts(tensor_mesh, name):

@@ -153,6 +153,10 @@ def test_hessian_products() -> None:
     twisted[3, 4], twisted[4, 3] = 1, -1  # p'Hp does not see it
     wrong = check(lambda x, p: waves_hessian(x, p) + twisted @ p)
     assert not wrong and re.search(r"not symmetric: w'\(H d\) = \S+, d'\(H w\) = ", wrong.verdict)
+    # Rounding hides the third order of these values, and not that of their gradients.
+    for factor in (1, 1.1):
+        given = {"hessp": lambda x, p, factor=factor: factor * p, "disp": False}
+        assert bool(mpishard.check_gradient(lambda x: (1e3 + x @ x / 2, x), np.ones(30, "f"), **given)) == (factor == 1)
 
 
 def test_gradients_apart_and_points_outside_of_the_domain() -> None:
@@ -235,6 +239,13 @@ def test_adjoints(dtype: type, close: float, capsys: pytest.CaptureFixture[str])
         assert not mpishard.check_adjoint(forward, wrong, x, y, disp=False)
     with pytest.raises(ValueError, match="adjoint gives shape"):
         mpishard.check_adjoint(forward, lambda y: y, x, y, disp=False)
+
+
+@pytest.mark.parametrize(("x", "what"), [(np.zeros(3, "D"), "x of rank 0"), (np.zeros(3), "what forward gives")])
+def test_adjoints_of_complex_operators_are_refused(x: Array, what: str) -> None:
+    """Of which one, without the conjugate, has the same real part for real vectors."""
+    with pytest.raises(TypeError, match=f"{what} is complex: .*pairs of real numbers"):
+        mpishard.check_adjoint(np.fft.fft, np.fft.fft, x, np.zeros(3), disp=False)
 
 
 def test_an_operator_that_rounds_to_float32() -> None:

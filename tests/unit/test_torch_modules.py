@@ -216,6 +216,19 @@ def test_a_stream_of_the_user_finishes_the_step_of_a_rule(monkeypatch):
     assert [(tensor.tolist(), slot.tolist()) for tensor, slot in finished] == [([0.9] * 3, [1.0] * 3)]
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW])
+def test_fused_kernels_take_divided_steps(kind):
+    """Of which some optimizers note in an attribute that they can."""
+    values, theirs = np.ones(3), torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    rule, optimizer = rule_of(kind, 0.1, weight_decay=0.1, fused=True), kind([theirs], 0.1, weight_decay=0.1)
+    slots = [np.full(3, rule.initial(name)) for name in rule.slots]
+    for step in range(1, 4):
+        theirs.grad = torch.arange(3.0, dtype=torch.float64) - step
+        rule.update(values, theirs.grad.numpy().copy(), slots, step)
+        optimizer.step()
+    np.testing.assert_allclose(values, theirs.detach(), rtol=1e-14)
+
+
 class Odd(torch.optim.Optimizer):
     """Steps by rows of a matrix, and something that it keeps, or that depends on all tensors."""
 
