@@ -71,8 +71,9 @@ def check_adjoint(
     forward, adjoint : callable
         ``forward(x) -> A x`` and ``adjoint(y) -> A' y``, which must be linear.
     x, y : array or Partition
-        What shapes and dtypes they take; the values do not matter.  float32 or float64.  With a `Partition` they take
-        arrays of this rank's part of a field, and each group of the mesh has a field of its own here.
+        What shapes and dtypes they take; the values do not matter.  float32 or float64, not complex.  With a
+        `Partition` they take arrays of this rank's part of a field, and each group of the mesh has a field of its own
+        here.
     mesh : Mesh, optional
         The ranks that have parts of the vectors.
     tolerance : float, optional
@@ -90,7 +91,8 @@ def check_adjoint(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if a function of any rank raises these, or returns another shape than the other one takes.
+        On all ranks, if a function of any rank raises these, or returns another shape than the other one takes; or if
+        anything is complex.
 
     Examples
     --------
@@ -115,7 +117,7 @@ def check_adjoint(
             if np.shape(found) != other.shape:
                 raise ValueError(f"{name} gives shape {np.shape(found)}, but the other one takes {other.shape}")
             is_single = is_single or getattr(found, "dtype", None) == np.float32
-            results.append(_flat(found))
+            results.append(_flat(_real(f"the result of {name}", found)))
     one, other = (_flat(vector) for vector in vectors)
     sums = [results[0] @ other, one @ results[1], results[0] @ results[0], other @ other, is_single]
     there, back, square, other_square, singles = axis.all_reduce(np.array(sums), label="control").tolist()
@@ -130,11 +132,18 @@ def check_adjoint(
 
 def _random(like: Any, seed: int, name: str) -> Array:
     """Random numbers of the shape, dtype and device of an array; dtypes other than float32 become float64."""
-    like = like.local if is_part(like) else like
+    like = _real(name, like.local if is_part(like) else like)
     shape = np.shape(like)
     dtype = np.float32 if getattr(like, "dtype", None) == np.float32 else np.float64
     values = uniform_in_box(seed, name, shape, whole_box(shape)).astype(dtype)
     return np.asarray(values, like=like) if arrays.is_array(like) else values
+
+
+def _real(name: str, values: Any) -> Any:
+    """The values; TypeError if they are complex, since a cast to reals would hide a wrong adjoint."""
+    if np.iscomplexobj(values):
+        raise TypeError(f"{name} is complex, and check_adjoint takes real numbers; give real and imaginary parts apart")
+    return values
 
 
 def _flat(values: Array) -> np.ndarray:
