@@ -470,6 +470,14 @@ def test_bad_input_of_regularization() -> None:
             lambda: mpishard.minimize(mpishard.regularized(misfit, Tikhonov(shape=x.shape[::-1])), x),
             "Tikhonov: shape=.*leave shape= out",
         ),
+        (
+            lambda: mpishard.minimize(mpishard.regularized(np.sum, Tikhonov()), x),
+            "regularized adds .* returned a float",
+        ),
+        (
+            lambda: mpishard.minimize(mpishard.regularized(np.sum, Tikhonov()), x, jac=np.ones_like),
+            "jac=function.*both",
+        ),
         (lambda: mpishard.regularized(misfit, 3), "terms"),
         (lambda: mpishard.regularized(misfit, Tikhonov(), reduction="sum"), "with a mesh"),
     ):
