@@ -89,9 +89,11 @@ def flag(name: str, value: Any) -> bool:
 
 
 def path(name: str, value: Any) -> Path:
-    """The path of a folder or a file.  Raises TypeError for anything else, bytes included."""
+    """The path of a folder or a file.  Raises TypeError for anything else, bytes included; ValueError for no path."""
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{name}={shown(value)} must be a path")
+    if "\0" in str(value):
+        raise ValueError(f"{name}={shown(value)} must be a path, which has no zero byte")
     return Path(value)
 
 

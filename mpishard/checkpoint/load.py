@@ -48,7 +48,11 @@ def load_newest(run: Path, state: RunState, mesh: Mesh, patient: Axis, check: Ch
     """
     with ReadThreads(mesh.node.size) as threads, no_garbage_collection():
         axis = mesh.world
-        known, passed_over = _find(run, patient)
+        known, passed_over, dangling = _find(run, patient)
+        for problem in passed_over:
+            _warn(axis, f"a damaged checkpoint is passed over: {problem}")
+        if dangling:
+            _warn(axis, dangling)
         spoilt = False
         agree = partial(gather_lists, patient)
         for candidate in known:
@@ -82,8 +86,8 @@ def load_newest(run: Path, state: RunState, mesh: Mesh, patient: Axis, check: Ch
         return None
 
 
-def _find(run: Path, axis: Axis) -> tuple[list[Candidate], list[str]]:
-    """The checkpoints, newest first, and the problems of those whose manifest cannot be read."""
+def _find(run: Path, axis: Axis) -> tuple[list[Candidate], list[str], str]:
+    """The checkpoints, newest first, the problems of those whose manifest cannot be read, and that of links, if any."""
     shared: Any = None
     if axis.rank == 0:
         try:
@@ -92,22 +96,21 @@ def _find(run: Path, axis: Axis) -> tuple[list[Candidate], list[str]]:
                 (str(each.path.relative_to(run)), each.manifest.encode().decode()) for each in found if each.manifest
             ]
             shared = {"listed": listed, "problems": [each.problem for each in found if each.problem], "error": None}
-            for problem in shared["problems"]:
-                _warn(axis, f"a damaged checkpoint is passed over: {problem}")
-            if problem := folder.dangling_links(run):
-                _warn(axis, problem)
+            shared["dangling"] = folder.dangling_links(run)
         except OSError as error:
             shared = {"error": (error.errno, error.strerror or str(error))}
     shared = share(axis, shared)
     if shared["error"] is not None:
         raise OSError(shared["error"][0], f"cannot look for checkpoints in {run}: {shared['error'][1]}")
     known = [Candidate(run / name, folder.decode_manifest(text.encode())) for name, text in shared["listed"]]
-    return known, shared["problems"]
+    return known, shared["problems"], shared["dangling"]
 
 
 def _warn(axis: Axis, text: str) -> None:
-    if axis.rank == 0:
-        warnings.warn(text, RuntimeWarning, stacklevel=users_level())
+    """Warn on the first rank.  Collective: where Python makes errors of warnings, all ranks raise it."""
+    with raised_on_all(axis):
+        if axis.rank == 0:
+            warnings.warn(text, RuntimeWarning, stacklevel=users_level())
 
 
 # -- filling the arrays ------------------------------------------------------------------------------------------------

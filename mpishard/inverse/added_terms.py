@@ -14,7 +14,7 @@ from mpishard.arguments import shown
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.comm.mesh import Mesh
-from mpishard.inverse.functions import TERMS, AddedTerms, world_of
+from mpishard.inverse.functions import TERMS, AddedTerms, pair_of, world_of
 from mpishard.inverse.nonsmooth import NonsmoothTerm
 from mpishard.inverse.priors import Prior
 from mpishard.inverse.regularization import RegularizationTerm, check_shape
@@ -23,6 +23,8 @@ from mpishard.inverse.unknowns import Unknowns, has_names
 from mpishard.layout.tensors import ParameterSpec
 
 Array = Any
+
+_WHY = "as regularized adds terms to both"
 
 
 def regularized(
@@ -109,8 +111,7 @@ def regularized(
     def for_minimize(x: Any, *samples: np.ndarray) -> tuple[float, Any]:
         # The terms come with the first sample, or of parts of a sum with the first data rank.
         if 0 not in samples[0] if samples else mesh is not None and summed and mesh.data.rank:
-            value, given = function(x, *samples)
-            return value, given
+            return pair_of(function(x, *samples), _WHY)
         # A copy, unless x has names: the function may change the point that it is given.  A rank may have no values.
         unknowns = Unknowns(x, may_be_empty=True)
         fitting = [_fitting(x, *pair) for pair in pairs]
@@ -118,7 +119,7 @@ def regularized(
         sharing = [*(term._axis for term in fitting), of_priors]
         # Of ranks that share a field none may wait in a term for one where the function has failed.
         with raised_on_all(next((ranks for ranks in sharing if ranks.size > 1), None)):
-            value, given = function(x, *samples)
+            value, given = pair_of(function(x, *samples), _WHY)
             gradient = unknowns.vector("the gradient", given).copy()
         for term in fitting:
             field, start = _array_and_start(unknowns, x, term)

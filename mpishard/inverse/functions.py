@@ -97,6 +97,11 @@ class Functions:
                 "args= are for a function without terms, and fun is one of regularized: bind them to its function, "
                 "regularized(lambda x: fun(x, *args), terms)"
             )
+        if self._terms is not None and self._terms.added and callable(jac):
+            raise ValueError(
+                "jac=function needs a fun that returns the value, and regularized returns (value, gradient): let its "
+                "function return both, and give jac=True"
+            )
         self._hess = None if hess is None else Hessian(hess, self._args)
         # Of ranks that share the unknowns, whose functions may wait for each other: after `fun` all must agree.
         self.meeting: Any = None
@@ -144,13 +149,12 @@ class Functions:
             with raised_on_all(self.meeting):  # either may change the point that it is given
                 value = number_of(self._fun(copy_of_point(x), *samples, *self._args))
             return value, self._jac(x, *samples, *self._args)
-        found = self._fun(x, *samples, *self._args)
-        if not (isinstance(found, tuple | list) and len(found) == 2):
-            raise TypeError(
-                f"fun must return (value, gradient), as jac=True says; it returned a {type(found).__name__}.  If it "
-                "returns the value alone, give jac=function, or to minimize jac='2-point' for finite differences"
-            )
-        return number_of(found[0]), found[1]
+        value, gradient = pair_of(
+            self._fun(x, *samples, *self._args),
+            "as jac=True says",
+            ".  If it returns the value alone, give jac=function, or to minimize jac='2-point' for finite differences",
+        )
+        return number_of(value), gradient
 
     def product(self, x: Any, direction: Any, *samples: Any) -> Any:
         """The Hessian at a point times a direction, as the user gave it; ValueError without `hessp` and `hess`."""
@@ -248,6 +252,13 @@ def number_of(value: Any) -> float:
         return returned(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise TypeError(f"fun must return its value as one real number, got {shown(value)}") from None
+
+
+def pair_of(found: Any, why: str, way_out: str = "") -> tuple[Any, Any]:
+    """Value and gradient as `fun` returned them; TypeError with `why` it must, if it returned something else."""
+    if not (isinstance(found, tuple | list) and len(found) == 2):
+        raise TypeError(f"fun must return (value, gradient), {why}; it returned a {type(found).__name__}{way_out}")
+    return found[0], found[1]
 
 
 class Callback:

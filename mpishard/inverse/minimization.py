@@ -121,13 +121,14 @@ def minimize(
     options : dict, optional
         By SciPy's names and with its defaults: ``maxiter``, ``maxfun``, ``gtol``, ``ftol``, ``maxcor``, ``maxls`` and
         so on, as far as the method has them; ``c1`` and ``c2`` of the conditions of Wolfe where the method has a line
-        search.  ``return_all=True``: the result has ``allvecs``, copies of the start and of each iterate (a resumed run
-        those since; not with `elastic`).  ``hess_inv=True``: it has ``hess_inv``, an `InverseHessian` (``"CG"`` has
-        none).  ``disp=True`` shows a table with a line an iteration, ``maxtime=seconds`` ends the loop after the
-        iteration in which this time is over.  ``retries=n``: where `fun`, `jac` or a Hessian product raises
-        `EvaluationFailed`, it is called again for the same point, up to n times, on the same ranks: with
-        ``reduction="sum"`` on those that share the field, without `mesh` or with `samples` on this one, else on all.
-        It is the same on all ranks; ``nfev`` counts points, not calls.
+        search.  The Newton methods have the defaults of `TruncatedNewton` for ``gtol`` and the radii of the region.
+        ``return_all=True``: the result has ``allvecs``, copies of the start and of each iterate (a resumed run those
+        since; not with `elastic`).  ``hess_inv=True``: it has ``hess_inv``, an `InverseHessian` (``"CG"`` has none).
+        ``disp=True`` shows a table with a line an iteration, ``maxtime=seconds`` ends the loop after the iteration in
+        which this time is over.  ``retries=n``: where `fun`, `jac` or a Hessian product raises `EvaluationFailed`, it
+        is called again for the same point, up to n times, on the same ranks: with ``reduction="sum"`` on those that
+        share the field, without `mesh` or with `samples` on this one, else on all.  It is the same on all ranks;
+        ``nfev`` counts points, not calls.
     mesh : Mesh, optional
         The ranks that minimise together.
     reduction : {None, "sum"}

@@ -52,6 +52,7 @@ _REASONS = {
     "unbounded": "the loss fell without limit",
     "range": "the square of the gradient was out of range",
     "not finite": "the loss or the gradient was not finite",
+    "rank": "the products of both passes are known",
     "closed": "its script closed the record",
 }
 

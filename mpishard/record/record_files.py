@@ -24,7 +24,6 @@ from mpishard.backend.process import arithmetic
 from mpishard.comm.capabilities import probe
 from mpishard.comm.mesh import Mesh
 from mpishard.io import log
-from mpishard.io.files import warn_of_writers
 from mpishard.launch.lease import FolderLease
 from mpishard.record.reading import AUDITS, ENDS, LOGGED, METRICS, PROCESSES, STARTS, TRACE, JsonLinesWriter, read_lines
 from mpishard.version import versions
@@ -201,7 +200,6 @@ class RecordFiles:
                 if inner.is_symlink():  # the files in it would be written somewhere else
                     raise OSError(errno.ELOOP, "it is a link, which is not followed", str(inner))
             if self._mesh.rank == 0:
-                warn_of_writers(self.folder)
                 if stage:
                     before = self._steps_of_stages(facts)
                     facts = {**facts, "steps_before": before}

@@ -26,6 +26,7 @@ from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.ledger import Ledger, Span
 from mpishard.comm.mesh import Mesh, checked_mesh
+from mpishard.io.files import warn_of_writers
 from mpishard.record.reading import DEATHS, METRICS, OWN, own_metrics, read_end
 from mpishard.record.record_files import RecordFiles, require_tensorboard
 from mpishard.record.stacks import StackReporter
@@ -361,6 +362,9 @@ class RunRecord:
             if self.mesh.rank == 0:
                 self._files.lead()
         self._before = self._files.open(facts or {}, self.every, stage=stage)
+        with raised_on_all(self.mesh.world):  # Python may make errors of warnings
+            if self.mesh.rank == 0:
+                warn_of_writers(self.folder)
         note_deaths(self.folder / DEATHS)
         self._last_step = 0
         self._goes_on = True

@@ -374,12 +374,16 @@ def test_damaged_ones_are_passed_over_on_all_ranks(mesh, run):
             with open(last, "r+b") as file:
                 file.truncate(600)
         mesh.world.barrier()
+        found = at(0, mesh, empty=True)
+        with pytest.raises((RuntimeWarning, RuntimeError), match="is damaged"):  # warnings are errors here
+            checkpoints.load(found)
         with warns_on_rank_0(mesh, f"step-00000002 is damaged .*{last.name} is cut short"):
             check_load(checkpoints, 1)
         if mesh.rank == 0:
             (run / "step-00000001" / "manifest.json").unlink()
         mesh.world.barrier()
-        found = at(0, mesh, empty=True)
+        with pytest.raises((RuntimeWarning, RuntimeError), match="manifest.json is missing"):
+            checkpoints.load(found)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with pytest.raises(ValueError, match="no checkpoint in .* is whole: .*manifest.json is missing.*cut short"):

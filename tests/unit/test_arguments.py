@@ -137,6 +137,7 @@ def flat(*specs, **options):
         (lambda mesh: Checkpoints("nowhere", mesh, keep=True), "keep=True"),
         (lambda mesh: Checkpoints("nowhere", mesh, every=True), "every=True"),
         (lambda mesh: Checkpoints(None, mesh), "folder=None"),
+        (lambda mesh: Checkpoints("a\0b", mesh), "folder='a.*zero byte"),
         (lambda mesh: RunRecord(5, mesh), "folder=5"),
         (lambda mesh: RunRecord("nowhere", mesh, tensorboard="no"), "tensorboard='no'"),
         (lambda mesh: RunRecord("nowhere", mesh, trace="ab"), "trace='ab'"),

@@ -239,6 +239,9 @@ def test_adjoints(dtype: type, close: float, capsys: pytest.CaptureFixture[str])
         assert not mpishard.check_adjoint(forward, wrong, x, y, disp=False)
     with pytest.raises(ValueError, match="adjoint gives shape"):
         mpishard.check_adjoint(forward, lambda y: y, x, y, disp=False)
+    for given in ((forward, wrong, x + 0j, y), (forward, wrong, x, y + 0j), (forward, lambda y: x + 0j, x, y)):
+        with pytest.raises(TypeError, match="is complex"):
+            mpishard.check_adjoint(*given, disp=False)
 
 
 @pytest.mark.parametrize(("x", "what"), [(np.zeros(3, "D"), "x of rank 0"), (np.zeros(3), "what forward gives")])
@@ -477,6 +480,14 @@ def test_bad_input_of_regularization() -> None:
         (
             lambda: mpishard.minimize(mpishard.regularized(misfit, Tikhonov(shape=x.shape[::-1])), x),
             "Tikhonov: shape=.*leave shape= out",
+        ),
+        (
+            lambda: mpishard.minimize(mpishard.regularized(np.sum, Tikhonov()), x),
+            "regularized adds .* returned a float",
+        ),
+        (
+            lambda: mpishard.minimize(mpishard.regularized(np.sum, Tikhonov()), x, jac=np.ones_like),
+            "jac=function.*both",
         ),
         (lambda: mpishard.regularized(misfit, 3), "terms"),
         (lambda: mpishard.regularized(misfit, Tikhonov(), reduction="sum"), "with a mesh"),

@@ -477,6 +477,15 @@ def test_events_that_cannot_be_written_do_not_end_the_run(tmp_path: Path, capsys
     assert len(read_lines(tmp_path / "metrics.jsonl")[0]) == 2
 
 
+def test_the_end_of_a_posterior_is_in_words(tmp_path: Path) -> None:
+    with mpishard.Mesh() as mesh:
+        record = mpishard.RunRecord(tmp_path, mesh)
+        mpishard.laplace(np.zeros(3), lambda x, v: v, mpishard.DiagonalPrior(1.0), rank=1, mesh=mesh, record=record)
+    run = Follower(tmp_path)
+    run.update()
+    assert "products of both passes are known after" in run.ending
+
+
 def test_a_script_that_changes_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other").mkdir()
