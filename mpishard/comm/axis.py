@@ -247,7 +247,7 @@ class Axis(Communicator):
 
         Raises
         ------
-        TypeError or ValueError
+        TypeError, ValueError
             On every rank, if one has no such color, or another name.
         """
         part = self._subgroups.get(name)

@@ -305,7 +305,7 @@ def test_optimizers_whose_steps_cannot_be_divided(kind, options, message):
         (lambda: rule_of(Odd, 0.1, how="flags"), ValueError, "keeps 'kept'"),
         (lambda: rule_of(Odd, 0.1, how="square"), ValueError, "more than 1 times"),
         (lambda: rule_of(torch.optim.LBFGS, 0.1), TypeError, "LBFGS needs 'closure'"),
-        (lambda: rule_of(torch.optim.SparseAdam), TypeError, "SparseAdam needs sparse"),
+        (lambda: rule_of(torch.optim.SparseAdam, 0.1), TypeError, "SparseAdam needs sparse"),
         (lambda: rule_of(torch.optim.RAdam, 0.1, beta=0.9), TypeError, "RAdam has no argument 'beta'"),
         (lambda: rule_of(torch.nn.Linear, 0.1), TypeError, "class of torch.optim"),
         (lambda: rule_of(torch.optim.RAdam, -1.0), ValueError, "lr"),
