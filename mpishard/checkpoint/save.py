@@ -35,6 +35,7 @@ from mpishard.comm.errors import CaughtError
 from mpishard.comm.json_exchange import gather, share
 from mpishard.comm.ledger import Ledger, users_level
 from mpishard.comm.mesh import Mesh
+from mpishard.launch.job_notes import raised_by_all
 from mpishard.layout.boxes import Box
 from mpishard.layout.run_state import RunState, Shard
 from mpishard.layout.tensors import LocalLayout, Piece
@@ -445,7 +446,7 @@ class Writer:
             return unfinished.target
         error = outcome.fault.error(step)
         if self._on_error == "raise" or not isinstance(error, OSError):
-            raise error
+            raise raised_by_all(error, self._mesh.size)
         self._warn(str(error))
         return None
 

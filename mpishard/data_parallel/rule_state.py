@@ -13,6 +13,7 @@ from mpishard.data_parallel.rank_state import EMA, RankState, slot_names_of_rule
 from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.update import Factors, apply_rule
 from mpishard.data_parallel.validation import check_copies, check_replacement, check_rule_fits
+from mpishard.launch.job_notes import raised_by_all
 from mpishard.layout.run_state import whole_fact
 from mpishard.optim import Muon, Rule
 from mpishard.optim.formulas import clip_by_value, moving_average, muon_apply
@@ -132,10 +133,12 @@ class RuleState(OptimizerState):
         if mode == "raise":
             what = inspection.culprits(counters.clock + 1)
             on_rank.strategy.reducer.reset()
-            raise FloatingPointError(
+            error = FloatingPointError(
                 f"{what}; parameters and state are unchanged.  "
                 'nonfinite_gradients="skip" leaves such steps out, "ignore" takes them'
             )
+            alone = on_rank.strategy.sharding.workers_differ
+            raise error if alone else raised_by_all(error, self._optimizer.world.size)
         return mode == "ignore"
 
     def _step(self, on_rank: RankState, divisor: float, rate_factor: float) -> None:

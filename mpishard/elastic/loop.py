@@ -31,6 +31,7 @@ from mpishard.elastic.resizing import Resizing
 from mpishard.elastic.run import ElasticOptions, ElasticRun
 from mpishard.elastic.transactions import Agreements, RunStatus, Transactions
 from mpishard.io import log
+from mpishard.launch.job_notes import ON_ALL_RANKS
 from mpishard.layout.tensors import WHOLE
 from mpishard.record.audits import PUT_OUT, STOPPED
 from mpishard.training import Scaling
@@ -123,6 +124,12 @@ class ElasticLoop:
         try:
             while self.phase is not Phase.ENDED:
                 self.phase = next_phase(self.phase, self._take_turn())
+        except Exception as error:
+            # An error of all processes is no death of one: none stays in the run, and would wait for this process.
+            if leave is not None and getattr(error, ON_ALL_RANKS, 0) == membership.roles.size:
+                fail_alone(False)
+                atexit.unregister(leave)
+            raise
         finally:
             training.close()
         fail_alone(False)

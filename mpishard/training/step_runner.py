@@ -23,6 +23,7 @@ from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data.sampling import MICRO_BATCHES, TermCosts, micro_batches, share
 from mpishard.data.text import Windows
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.launch.job_notes import raised_by_all
 from mpishard.nn.decoder import Decoder
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.reducer import GradientReducer
@@ -450,10 +451,11 @@ class Validation:
         if runner.axis.size < mesh.size:
             mesh.world.broadcast(losses, label="loss")  # what follows from it must be the same on all ranks
         for number in np.flatnonzero(~np.isfinite(losses))[:1].tolist():
-            raise FloatingPointError(
+            error = FloatingPointError(
                 f"the validation loss after step {step} is not finite: {losses[number]} of validation samples "
                 f"{listed(micro[number])}; parameters and state are those of that step"
             )
+            raise raised_by_all(error, mesh.size)
         loss = tree_sum(losses.tolist()) / (evaluation.samples * evaluation.tokens_per_sample)
         self.history.append(Validated(step, loss))
         return loss

@@ -501,6 +501,31 @@ with mpishard.Mesh() as mesh:
     assert how == "in order" and "in callback" in output and "MPI_ERR_TRUNCATE" in output, output
 
 
+def test_an_error_of_all_that_the_script_catches_is_no_death():
+    """They go on with another run, and end in order."""
+    script = """
+import numpy as np
+import mpishard
+
+spoils = True
+
+def function(parameters, samples, gradients):
+    gradients += np.nan if spoils else 1.0
+    return 1.0
+
+with mpishard.Mesh() as mesh:
+    optimizer = mpishard.ElasticOptimizer(mpishard.SGD(lr=0.1), mesh)
+    problem = mpishard.OptimizationProblem(function, np.ones(3), samples=8, batch_size=8, steps=3)
+    try:
+        optimizer.optimize(problem, progress=False)
+    except FloatingPointError:
+        spoils = False
+    print("steps:", optimizer.optimize(problem, progress=False).steps, flush=True)
+"""
+    output, how = faults.execute([*LAUNCH, "-n", "2", sys.executable, "-c", script], 60)
+    assert how == "in order" and output.count("steps: 3") == 2 and "leaves the run" not in output, output
+
+
 def test_neighbours_fail_at_once_and_the_run_begins_again(tmp_path):
     """In place it can only say so; `mpishard run` goes on from the newest checkpoint."""
     case = faults.several("ZeRO1")[NEIGHBOURS]
