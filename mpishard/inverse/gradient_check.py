@@ -433,7 +433,11 @@ def _precision(line: Line, values: np.ndarray) -> float:
 
 def _noise(line: Line, here: LineEvaluation, precision: float) -> float:
     """Rounding errors of the values: second differences of tiny steps, and of the point itself."""
-    found = [precision * abs(here.value), abs(line.at(0.0).value - here.value)]
+    with np.errstate(over="ignore"):
+        is_single = float(np.float32(here.value)) == here.value
+    # A sum in float64 of numbers in float32 has smaller errors than float32: those that are seen.
+    least = precision if is_single else float(np.finfo(np.float64).eps)
+    found = [least * abs(here.value), abs(line.at(0.0).value - here.value)]
     for tiny in _TINY:
         up, down = (line.at(sign * tiny * float(np.finfo(line.dtype).eps)) for sign in (1, -1))
         (drift,) = line.dots((here.gradient, up.step + down.step))

@@ -53,6 +53,7 @@ RIGHT: dict[str, Callable[[Array], Any]] = {
     "constant": lambda x: (3.0, 0 * x),
     "cosh": lambda x: (np.cosh(3 * x).sum(), 3 * np.sinh(3 * x)),
     "offset": lambda x: (1e2 + np.exp(x).sum(), np.exp(x)),
+    "float64 of float32": lambda x: (1e3 / 3 + 1e-3 * (x**4).sum(dtype=np.float64), 4e-3 * x**3),
     "hinge": lambda x: ((np.maximum(x, 0) ** 2).sum(), 2 * np.maximum(x, 0)),
     "absolute": lambda x: (np.abs(x).sum(), np.sign(x)),
     "noisy": lambda x: (round(float(np.exp(x).sum()), 7), np.exp(x)),
