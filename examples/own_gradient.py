@@ -186,6 +186,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("own-gradient-output"), help="folder for the picture")
     options = parser.parse_args()
+    if options.noise <= 0 or options.steps < 1:
+        parser.error("--noise must be above 0, since residuals are divided by it, and --steps at least 1")
 
     with mpishard.Mesh() as mesh:
         if mesh.rank == 0:

@@ -219,6 +219,9 @@ def as_distributed(
     TypeError
         If `model_or_rule` is neither a rule nor a model, or further arguments are given.
     """
+    if options and not others and options.keys() <= ConfigurationOptions.__annotations__.keys():
+        settings = ", ".join(f"{name}=..." for name in options)
+        raise TypeError(f"mpishard.as_distributed takes a configuration: ShardingConfiguration(mesh, {settings})")
     if others or options:
         raise TypeError(
             "mpishard.as_distributed takes a model or a rule, and a mesh; a module of PyTorch takes a rule too: call "

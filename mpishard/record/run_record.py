@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -414,6 +415,9 @@ class RunRecord:
             if type(value) is not float:
                 _number(name, value)
         if self._stack_reporter is None:
+            if not (self._goes_on or self._files.broken or self.folder.is_dir()):
+                why = "there is no such folder; RunRecord.begin makes it: call it on all ranks before step"
+                self._files.give_up(FileNotFoundError(errno.ENOENT, why, str(self.folder)))
             self._begin_to_write()
         with self._lock:
             self._trace.end_step(step, self._times.step_began)

@@ -126,6 +126,7 @@ def flat(*specs, **options):
         (lambda mesh: DDPOptimizer(SGD(), mesh).optimize(problem(steps=1), progress=0), "progress=0"),
         (lambda mesh: HybridShardedOptimizer(SGD(), mesh, zero_stage=True), "zero_stage=True"),
         (lambda mesh: LocalSGDOptimizer(SGD(), mesh, True), "sync_every=True"),
+        (lambda mesh: mpishard.as_distributed(SGD(), mesh, sync_every=2), r"ShardingConfiguration\(mesh, sync_every"),
         (lambda mesh: ElasticOptimizer(SGD(), mesh, True), "min_workers=True"),
         (lambda mesh: ElasticOptimizer(SGD(), mesh, failure_timeout="1"), "failure_timeout='1'"),
         (lambda mesh: ElasticOptimizer(SGD(), mesh, respawn="no"), "respawn='no'"),

@@ -225,8 +225,10 @@ def test_a_phase_within_another_counts_once(tmp_path: Path, monkeypatch: pytest.
     assert process.lines[-1]["phases"] == {"computation": 4, "data": 2, "validation": 1}
 
 
-def test_a_loop_of_ones_own_notes_its_end(tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_notes_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with mpishard.Mesh() as mesh:
+        mpishard.RunRecord(tmp_path / "other", mesh).step(1, loss=1.0)
+        assert capsys.readouterr().err.count("RunRecord.begin makes it") == 1
         for reason in ("", "stopped by its queue"):
             with mpishard.RunRecord(tmp_path, mesh) as record:
                 record.begin()
