@@ -41,6 +41,6 @@ def objects_stay() -> None:
 
     After `no_garbage_collection` the next two collections would look at every object that was made in it.
     """
-    if not gc.get_freeze_count():  # what the user has frozen stays frozen
+    if not gc.get_freeze_count():  # what the user has frozen stays frozen, and what Python 3.12 has
         gc.freeze()
         gc.unfreeze()  # to the oldest generation
