@@ -294,6 +294,8 @@ class BiLaplacianPrior(Prior):
         """A linear operation on this rank's part of a field in float64, as one on vectors of the user."""
         box = box_shape(self._operator.box)
         with raised_on_all(self._operator.ranks):
+            if np.iscomplexobj(vector):
+                raise TypeError("BiLaplacianPrior is for real numbers, and the vector is complex; take OperatorPrior")
             if vector.size != prod(box):
                 raise ValueError(
                     f"the vector has {vector.size} elements, and the grid of the prior is {box}; where ranks share the "

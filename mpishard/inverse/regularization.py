@@ -166,8 +166,8 @@ class RegularizationTerm(ABC):
 
         Raises
         ------
-        ValueError
-            If `x` does not have the shape of the term, on a mesh also if a rank has too few rows.
+        ValueError, TypeError
+            If `x` does not have the shape of the term, or is complex; on a mesh also if a rank has too few rows.
         """
         cells = _Cells(self, x, self._field(x))
         differences = cells.differences(cells.field)
@@ -201,6 +201,9 @@ class RegularizationTerm(ABC):
         """The field less the reference, in float64 on its grid.  Collective."""
         # In each call: a rank that has joined a run must not agree alone.
         with raised_on_all(self._axis):
+            if np.iscomplexobj(x):
+                name = type(self).__name__
+                raise TypeError(f"{name} is for real numbers, and the field is complex; give its parts as two arrays")
             if self._checked != x.shape:
                 self._check_fits(x)
                 object.__setattr__(self, "_checked", x.shape)

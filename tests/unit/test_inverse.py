@@ -474,6 +474,11 @@ def test_bad_input_of_regularization() -> None:
         (lambda: Tikhonov(shape="ab"), "Tikhonov: shape='a.*whole number"),
         (lambda: Tikhonov(shape=(2.0, 3)), "Tikhonov: shape=2.0 .*whole number"),
         (lambda: Tikhonov(weight=["1", "2"]), "Tikhonov: weight=.*real"),
+        (lambda: Tikhonov().value_and_gradient(x + 1j), "Tikhonov is for real numbers"),
+        (
+            lambda: mpishard.BiLaplacianPrior((4,), correlation_length=1.0).precision(np.ones(4) + 1j),
+            "is for real numbers",
+        ),
         (lambda: Tikhonov(reference="a").value_and_gradient(x), "Tikhonov: reference=.*real"),
         (lambda: Tikhonov(reference=x + 1j).value_and_gradient(x), "Tikhonov: reference=.*real"),
         (lambda: Tikhonov(mask=x.astype(object)).value_and_gradient(x), "Tikhonov: mask=.*real"),
