@@ -294,7 +294,11 @@ def _array_and_start(unknowns: Unknowns, x: Any, term: RegularizationTerm) -> tu
 
 
 def _tensor(x: Any, term: RegularizationTerm) -> Array:
-    return x[_name(x, term)] if has_names(x) else x
+    if has_names(x):
+        return x[_name(x, term)]
+    if term.name is not None:
+        raise ValueError(f"{type(term).__name__}: x0 is one array without names, and name={term.name!r}; leave it out")
+    return x
 
 
 def _name(x: Any, term: RegularizationTerm) -> str:

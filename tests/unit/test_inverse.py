@@ -495,6 +495,10 @@ def test_bad_input_of_regularization() -> None:
             lambda: mpishard.minimize(mpishard.regularized(np.sum, Tikhonov()), x, jac=np.ones_like),
             "jac=function.*both",
         ),
+        (
+            lambda: mpishard.minimize(mpishard.regularized(misfit, Tikhonov(name="speed")), x),
+            "without names, and name='speed'",
+        ),
         (lambda: mpishard.regularized(misfit, 3), "terms"),
         (lambda: mpishard.regularized(misfit, Tikhonov(), reduction="sum"), "with a mesh"),
     ):
