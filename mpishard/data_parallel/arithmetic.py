@@ -8,6 +8,7 @@ with them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import starmap
 from typing import Any
 
 from mpishard.backend import array as arrays
@@ -24,6 +25,7 @@ from mpishard.parameters.flat import FlatParameters
 ARITHMETIC, DIFFERENT_BITS = "arithmetic.json", "different_bits.json"
 _PROMISE = "arithmetic for the same bits on any layout (reproducible=True)"
 _ALLOWED = "ShardingConfiguration(..., allow_different_bits=True) continues, and records it"
+_ON_TENSOR = " on "  # before the number of tensor ranks, among which MPI takes the sums
 # By fact how to have the value that the saved run had; others are of the machine and its libraries.
 _REMEDIES = {
     "kernels": "run it with the release of mpishard that made the state",
@@ -99,7 +101,7 @@ class Arithmetic:
         """
         if not config.reproducible:
             return
-        own = self.own if places else self.own | {"shards": self.own["shards"].partition(" on ")[0]}
+        own = self.own if places else self.own | {"shards": self.own["shards"].partition(_ON_TENSOR)[0]}
         if not config.allow_different_bits:
             agree_on_settings(ranks, own, what=_PROMISE, remedy=f"use nodes of one kind; {_ALLOWED}")
         elif len(set(ranks.allgather_object(fingerprint(own)))) > 1:
@@ -121,10 +123,9 @@ class Arithmetic:
         if not config.reproducible or config.allow_different_bits or not _was_reproducible(saved):
             return
         if found := self._differences(saved):
-            remedies = [_REMEDIES.get(name, f"run it where {name} is {{}}").format(then) for name, then, _ in found]
             raise ValueError(
                 f"with reproducible=True the saved run must go on with what its bits depend on, but {_both(found)}; "
-                f"{', '.join(remedies)}; or {_ALLOWED}"
+                f"{', '.join(starmap(_way_back, found))}; or {_ALLOWED}"
             )
 
     def note(self, saved: Mapping[str, Any], config: ShardingConfiguration, rank: int) -> None:
@@ -164,7 +165,7 @@ def _shards(parameters: FlatParameters) -> str:
     """The slices over which a model is defined; its tensor ranks, if MPI takes the sums over them."""
     shards = max((spec.slices for spec in parameters.specs), default=1)
     tensor = parameters.place.tensor_size
-    return f"1 on {tensor} tensor ranks" if parameters.sums_by_mpi and tensor > 1 else str(shards)
+    return f"1{_ON_TENSOR}{tensor} tensor ranks" if parameters.sums_by_mpi and tensor > 1 else str(shards)
 
 
 def _saved_facts(saved: Mapping[str, Any]) -> dict[str, str]:
@@ -177,6 +178,13 @@ def _was_reproducible(saved: Mapping[str, Any]) -> bool:
     """Return True if a state is of a reproducible run, or does not say."""
     settings = saved.get(SHARDING)
     return not isinstance(settings, Mapping) or bool(settings.get("reproducible", True))
+
+
+def _way_back(name: str, then: str, own: str) -> str:
+    """How to have the saved value of a fact."""
+    if name == "shards" and _ON_TENSOR in then + own:  # a model without slices
+        return f"make the mesh with tensor={then.partition(_ON_TENSOR)[2].partition(' ')[0] or 1}"
+    return _REMEDIES.get(name, f"run it where {name} is {{}}").format(then)
 
 
 def _both(found: list[tuple[str, str, str]]) -> str:

@@ -245,8 +245,12 @@ def test_an_elastic_run_has_the_tensor_sizes_from_which_a_checkpoint_can_go_on(m
     refused = "with reproducible=True a model without shards keeps its tensor size of 1, since 2 changes the bits"
     if sums_by_mpi and not options:
         assert why_not(MeshSizes(1, tensor=2)).startswith(refused)
-        with pytest.raises(ValueError, match="shards is 1 there and 1 on 2 tensor ranks"):
+        with pytest.raises(
+            ValueError, match="shards is 1 there and 1 on 2 tensor ranks here; make the mesh with tensor=1;"
+        ):
             other.check(saved(noted), config)
+        with pytest.raises(ValueError, match="make the mesh with tensor=2;"):
+            noted.check(saved(other), config)
     else:
         assert why_not(MeshSizes(1, tensor=2)) == ""
         other.check(saved(noted), config)
