@@ -197,7 +197,9 @@ class ModuleOptimizer(torch.optim.Optimizer):
             On every rank of a pipeline, if the function or a layer raises one on a stage; the gradients of this step
             are dropped then.
         """
-        return self._passes.train(self, function, batch, reduction)
+        loss = self._passes.train(self, function, batch, reduction)
+        self._hooks.has_pass = True  # also on a stage without a gradient
+        return loss
 
     def loss(self, function: Callable[..., Any], *batch: Any, reduction: Literal["mean", "sum"] = "mean") -> float:
         """The loss of this data rank's batch, without gradients; call ``module.eval()`` before.
