@@ -138,10 +138,10 @@ class LoopHooks(GradientHooks):
     def begin_sums(self) -> None:
         """Announce once in a step that the sums over ranks begin. Collective within `mpishard.torch.join`."""
         if not self.has_begun_sums:
-            self.has_begun_sums = True
             if self.announce is not None:
                 self.has_pass = True
-                self.announce(PASS)
+                self.announce(PASS)  # raises where another rank has run out, and sums must not begin
+            self.has_begun_sums = True
 
     def end_pass(self) -> None:
         """Begin those sums that the last pass has not begun.  Collective."""

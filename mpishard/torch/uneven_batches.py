@@ -101,6 +101,8 @@ class Join:
                 else:
                     self._optimizer.zero_grad()
                 self._shadow()
+            elif not self._hooks.has_begun_sums:  # the others know nothing of a pass that the error has ended
+                self._optimizer.zero_grad()
         finally:
             self._hooks.divide_by, self._buffers.ranks = 0, None
             _meshes_in_use.discard(id(self._optimizer.optimizer.mesh))

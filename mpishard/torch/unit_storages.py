@@ -22,6 +22,7 @@ from mpishard.torch.units import HOW_TO_SAVE, tensors_in
 
 Array = Any
 
+_ALIGNMENT = 64  # bytes, of new memory of PyTorch
 _HUGE_PAGES_FROM = 2**21  # bytes, that of one
 _MADVISE: Any = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 # The functions of PyTorch that a freed parameter has nevertheless, and the attributes that it has not.
@@ -109,6 +110,8 @@ class UnitStorages(UnitMemory):
         self._why_freed = {name: _why_freed(name, path) for name, path in paths.items()}
         self._wholes: list[Any] = [torch.empty(0, dtype=like.dtype, device=like.device) for _ in runs]
         self._sizes = [sum(piece.size for piece in run) for run in runs]
+        # Elements before a unit, which align it as in a flat array: products of other alignments round otherwise.
+        self._leads = [self._lead_of(run, _ALIGNMENT // like.element_size()) for run in self._runs]
         self._unit_of = {piece.name: number for number, run in enumerate(runs) for piece in run}
         # By unit its pieces of another dtype by name, each with the memory of its parameter.
         self._rounded = [
@@ -117,14 +120,15 @@ class UnitStorages(UnitMemory):
 
     def allocate(self, unit: int) -> Array:
         self.show(unit)
-        whole, size = self._wholes[unit], self._sizes[unit]
-        whole.untyped_storage().resize_(size * whole.element_size())
+        whole, size, lead = self._wholes[unit], self._sizes[unit], self._leads[unit]
+        whole.untyped_storage().resize_((lead + size) * whole.element_size())
         for _, memory in self._rounded[unit].values():
             memory.untyped_storage().resize_(memory.numel() * memory.element_size())
         if whole.is_cuda:
             finish_stream(whole)
             return array_module(whole.device).from_dlpack(self._view(unit, 0, (size,), whole.dtype))
-        address, nbytes = whole.untyped_storage().data_ptr(), size * whole.element_size()
+        nbytes = size * whole.element_size()
+        address = whole.untyped_storage().data_ptr() + lead * whole.element_size()
         _advise_huge_pages(address, nbytes)
         # Tensor.numpy() would fix the size of the storage for ever.
         memory = (ctypes.c_char * max(1, nbytes)).from_address(address)
@@ -225,6 +229,10 @@ class UnitStorages(UnitMemory):
         dtype = self._wholes[0].dtype
         return dtype.is_floating_point and as_reals(self._tensors[piece.name].detach()).dtype != dtype
 
+    def _lead_of(self, run: Sequence[Piece], aligned: int) -> int:
+        is_real = all(self._tensors[piece.name].dtype.is_floating_point for piece in run)  # others have own rules
+        return run[0].start % aligned if run and is_real and self._wholes[0].dtype.is_floating_point else 0
+
     def _memory_of(self, piece: Piece) -> Any:
         p = self._tensors[piece.name]
         memory = torch.empty(p.shape, dtype=p.dtype, device=self._wholes[0].device)
@@ -241,6 +249,7 @@ class UnitStorages(UnitMemory):
     def _view(self, unit: int, start: int, shape: tuple[int, ...], dtype: Any) -> Any:
         whole = self._wholes[unit]
         strides = torch.empty(shape, device="meta").stride()
+        start += self._leads[unit] * whole.element_size() // dtype.itemsize
         return torch.empty(0, dtype=dtype, device=whole.device).set_(whole.untyped_storage(), start, shape, strides)
 
 

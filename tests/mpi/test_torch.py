@@ -609,6 +609,23 @@ def test_reproducible_runs_have_the_bits_of_one_rank(mesh, bits_of_one_rank, str
         assert len(set(map(tuple, seen))) == 1 and seen[0][0] > 6
 
 
+def test_units_of_odd_sizes_have_the_bits_of_a_flat_array(mesh):
+    """Products of PyTorch round by the alignment of weights."""
+    words = torch.from_numpy(np.random.default_rng(0).integers(0, 9, (20, 4)))
+    found = []
+    for strategy in (DDPOptimizer, ZeRO3Optimizer):
+        torch.manual_seed(0)
+        layers = torch.nn.Embedding(9, 5), torch.nn.Flatten(), torch.nn.Linear(20, 8), torch.nn.Linear(8, 33)
+        module = torch.nn.Sequential(*layers)
+        units = dict(mesh=mesh, shard_units=torch.nn.Linear) if strategy is ZeRO3Optimizer else {}
+        task = mpishard.torch.problem(
+            module, lambda module, own: module(words[own]).square().mean(1), 20, 20, steps=4, **units
+        )
+        optimizer = strategy(RULE, ShardingConfiguration(mesh, reproducible=True))
+        found.append(optimizer.optimize(task, progress=False).loss_history)
+    assert np.array_equal(*found)
+
+
 @pytest.mark.parametrize("strategy", [ZeRO2Optimizer, ZeRO3Optimizer])
 def test_a_run_goes_on_with_its_buffers(mesh, folder, alone, strategy):
     for steps in (3, 6):

@@ -938,6 +938,28 @@ def test_what_join_cannot_do_is_refused_on_all_ranks(mesh):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_loop_that_has_ended_early_begins_anew(mesh, zero):
+    """Nothing is left of the pass that the error has ended, though no rank calls zero_grad before the next one."""
+    module, alone = smooth(), smooth()
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1), zero=zero)
+    theirs = mpishard.torch.as_distributed(alone, mesh, mpishard.SGD(lr=0.1), zero=zero)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="throw_on_early_termination=True"):
+            with mpishard.torch.join(optimizer, throw_on_early_termination=True):
+                for step in range(1 + (mesh.rank > 0)):
+                    if not zero:
+                        with optimizer.no_sync():
+                            backward(mesh, module, step)
+                    backward(mesh, module, step)
+                    optimizer.step()
+        for _ in range(1 if zero else 2):
+            backward(mesh, alone, 0)
+        theirs.step()
+    assert_same_parameters(module, alone, rtol=1e-12)
+
+
+@pytest.mark.mpi(min_size=2)
 def test_ranks_that_do_different_things_are_told(mesh):
     module = smooth()
     optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=1)
