@@ -12,7 +12,7 @@ from mpishard.arguments import shown
 from mpishard.backend.sparse_rows import SparseRows
 from mpishard.comm.errors import OneRank
 from mpishard.inverse.functions import Hessian
-from mpishard.inverse.operators import OwnRows, summed
+from mpishard.inverse.operators import OwnRows, is_operator, summed
 from mpishard.inverse.residuals import ResidualFunctions
 from mpishard.inverse.unknowns import Unknowns, has_names
 from mpishard.minimizers.elements import whole_bounds
@@ -92,7 +92,10 @@ class ScipyConstraints:
             for each, size in zip(self._constraints, self._sizes, strict=True):
                 # Differences need the values, functions their number.
                 values = np.empty(size) if callable(each.jac) else each.functions.residuals(point)
-                found.append(OwnRows(each.functions.jacobian(point, values), "the Jacobian"))
+                jacobian = each.functions.jacobian(point, values)
+                if not is_operator(jacobian):
+                    jacobian = jacobian.copy()  # the user may write that of another constraint into the same array
+                found.append(OwnRows(jacobian, "the Jacobian"))
             self._jacobians = key, found
         return self._jacobians[1]
 

@@ -64,6 +64,20 @@ def curvature(gradient, x):
     return np.stack([(gradient(x + move) - gradient(x - move)) / 2e-5 for move in moves])
 
 
+def test_jacobians_that_share_an_array():
+    shared = np.empty((1, 4))
+
+    def row(k):
+        def jac(x):
+            shared[0] = PROBLEM.jacobian(x)[k]
+            return shared
+
+        return nonlinear(lambda x: PROBLEM.constraints(x)[k], 0.0, PROBLEM.upper[k], jac)
+
+    result = minimize(PROBLEM.value_and_gradient, PROBLEM.x0, bounds=PROBLEM.pairs, constraints=[row(0), row(1)])
+    assert result.success and result.fun == pytest.approx(PROBLEM.minimum, abs=1e-4)
+
+
 @pytest.mark.parametrize("form", [np.asarray, sparse, operator])
 def test_newton_methods_take_the_hessians_of_constraints(form):
     def fun_hess(x):
