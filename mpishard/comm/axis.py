@@ -13,7 +13,7 @@ from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.channel import NOTHING, Family
 from mpishard.comm.communicator import Communicator
-from mpishard.comm.errors import ErrorForOthers
+from mpishard.comm.errors import ErrorForOthers, raised_on_all
 from mpishard.comm.ledger import Ledger
 from mpishard.io import log
 from mpishard.launch.job_notes import raised_by_all
@@ -252,14 +252,10 @@ class Axis(Communicator):
         """
         part = self._subgroups.get(name)
         if part is None:
-            problem = None
-            try:
+            with raised_on_all(self):
                 given = integer("color", int(color) if isinstance(color, bool) else color, least=0)
                 if given >= 2**31:
                     raise ValueError(f"color={given} must be below 2**31")
-            except (TypeError, ValueError) as error:
-                problem = error
-            self.raise_if_any(problem)
             self._compare("split", name)
             now, later = self._split(self.comm, color)
             ranks = [0] if self._channel.is_self else MPI.Group.Translate_ranks(now.group, None, self.comm.group)
