@@ -9,7 +9,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Any
 
 from mpishard.arguments import flag, integer, number, shown
@@ -65,23 +64,17 @@ class DecoderArchitecture(ABC):
         return self.heads
 
     def check_sizes(self) -> None:
-        """Raise unless the sizes are whole numbers that fit each other, and make them Python's; for ``__post_init__``.
+        """Raise unless the sizes are whole numbers of at least 1, and make them Python's; for ``__post_init__``.
 
         Raises
         ------
         TypeError
-            If a size is no integer, or `tied` is neither True nor False.
+            If a size is no integer, `tied` is neither True nor False, or `dropout` is no number.
         ValueError
-            If a size is below 1, or `shards` does not divide `query_groups`.
+            If a size is below 1, or `dropout` is outside of 0 <= rate < 1.
         """
         for what in ("vocabulary_size", "context_length", "width", "layers", "heads", "shards"):
-            size: Any = getattr(self, what)
-            if isinstance(size, bool) or not isinstance(size, Integral):
-                raise TypeError(f"{what} is {size!r}; it must be an integer")
-            self._set(**{what: int(size)})
-        for what in ("vocabulary_size", "context_length", "width", "layers", "shards"):
-            if getattr(self, what) < 1:
-                raise ValueError(f"{what} is {getattr(self, what)}; it must be at least 1")
+            self._set(**{what: integer(what, getattr(self, what), least=1)})
         self._set(tied=flag("tied", self.tied), dropout=checked_rate(self.dropout))
 
     def check_shards(self) -> None:
@@ -425,7 +418,7 @@ class Architecture(DecoderArchitecture):
 
     def __post_init__(self) -> None:
         self.check_sizes()
-        if self.heads < 1 or self.width % self.heads:
+        if self.width % self.heads:
             raise ValueError(
                 f"width {self.width} is not a multiple of {self.heads} heads; all heads need equally many channels"
             )
@@ -514,7 +507,7 @@ class LlamaArchitecture(DecoderArchitecture):
             self._set(rotary=Rotary(**rotary))
         elif not isinstance(rotary, Rotary):
             raise TypeError(f"rotary={rotary!r} must be a Rotary")
-        if self.heads < 1 or (self.head_width is None and self.width % self.heads):
+        if self.head_width is None and self.width % self.heads:
             raise ValueError(
                 f"width {self.width} is not a multiple of {self.heads} heads; give head_width, or every head needs as "
                 "many channels"

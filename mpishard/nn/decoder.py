@@ -416,6 +416,8 @@ class Decoder:
         TypeError, ValueError
             On all ranks, if a prompt is empty, tokens are no integers or out of range, another argument is, or ranks
             that hold parts of one model have different arguments.
+        FloatingPointError
+            On all ranks, if logits are NaN or infinite.
         """
         request = agreed_request(
             ranks_of_one_model(self.mesh, self.parameters),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -59,11 +60,14 @@ class TokenSampler:
         self._random = generator(seed, f"generate/{text}" if text else "generate")
 
     def next(self, logits_v: np.ndarray) -> int:
-        """A token, from the logits of all of them, float64."""
+        """A token, from the logits of all of them, float64; -1 if the largest is NaN or infinite."""
+        largest = logits_v.max()
+        if not math.isfinite(largest):
+            return -1
         if self._sampling.temperature == 0:
             return int(logits_v.argmax())
         with np.errstate(over="ignore"):  # close to temperature 0 all others have weight 0
-            weights_v = np.exp((logits_v - logits_v.max()) / self._sampling.temperature)
+            weights_v = np.exp((logits_v - largest) / self._sampling.temperature)
         self._cut(weights_v)
         edges_v = np.cumsum(weights_v)
         return min(int(np.searchsorted(edges_v, self._random.random() * edges_v[-1], "right")), len(edges_v) - 1)
@@ -218,7 +222,8 @@ class Generation:
     def run(self, predict: Predict, share: Callable[[np.ndarray], Any]) -> list[np.ndarray]:
         """Add tokens to all texts and return them; collective if the functions are.
 
-        `share` broadcasts tokens in place from the ranks that have logits.
+        `share` broadcasts tokens in place from the ranks that have logits.  Raises FloatingPointError if these are NaN
+        or infinite.
         """
         request = self._request
         samplers = [TokenSampler(request.sampling, request.seed, number) for number in range(len(self.texts))]
@@ -233,6 +238,11 @@ class Generation:
                             drawn[number] = samplers[number].next(logits_v.astype(np.float64))
                 share(drawn)
                 for number in active:
+                    if drawn[number] < 0:
+                        raise FloatingPointError(
+                            f"the logits of text {number} after {len(self.texts[number])} tokens are NaN or infinite: "
+                            "no token can be drawn; look whether parameters are finite"
+                        )
                     self.texts[number].append(int(drawn[number]))
                 active = [number for number in active if self.texts[number][-1] not in request.sampling.stop_tokens]
                 if not active:

@@ -276,3 +276,12 @@ def test_close_to_temperature_0_the_most_likely_token_is_drawn():
 def test_bad_requests(arguments, error, message):
     with pytest.raises(error, match=message):
         model().generate(**{**dict(prompt_tokens=[1, 2], count=3), **arguments})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_no_token_is_drawn_from_logits_that_are_not_finite(value, temperature):
+    broken = model()
+    broken.parameters["head.weight"][-1] = value
+    with pytest.raises(FloatingPointError, match="text 0 after 2 tokens"):
+        broken.generate([1, 2], 3, temperature)

@@ -93,12 +93,12 @@ def test_layers_of_ones_own_have_names_of_their_own(stages):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((0, 6, 8, 5, 4), "vocabulary_size is 0"),
-        ((11, 6, 8, 0, 4), "layers is 0"),
+        ((0, 6, 8, 5, 4), "vocabulary_size=0"),
+        ((11, 6, 8, 0, 4), "layers=0"),
         ((11, 6, 8, 5, 3), "width 8 .*3 heads"),
-        ((11, 6, 8, 5, 0), "width 8 .*0 heads"),
+        ((11, 6, 8, 5, 0), "heads=0"),
         ((11, 6, 8, 5, 4, False, 3), "4 attention heads .*3 shards"),
-        ((11, 6, 8, 5, 4, False, 0), "shards is 0"),
+        ((11, 6, 8, 5, 4, False, 0), "shards=0"),
     ],
 )
 def test_bad_sizes(arguments, message):
@@ -112,7 +112,7 @@ def test_bad_sizes(arguments, message):
 def test_sizes_are_integers(place, what):
     sizes = [11, 6, 8, 5, 4]
     for wrong in (float(sizes[place]), str(sizes[place]), None, True):
-        with pytest.raises(TypeError, match=f"{what} is .*integer"):
+        with pytest.raises(TypeError, match=f"{what}=.*whole number"):
             nn.Architecture(*sizes[:place], wrong, *sizes[place + 1 :])
     assert nn.Architecture(*map(np.int64, sizes)) == ARCHITECTURE
 

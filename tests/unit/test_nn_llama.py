@@ -367,7 +367,7 @@ BAD = [
     (config(model_type="mamba"), ValueError, "model_type='mamba'; .*qwen3"),
     (config(n_embd=None), ValueError, "config.json has no n_embd"),
     (config(n_head=3), ValueError, "width 8 .*3 heads"),
-    (config(n_layer="2"), TypeError, "layers is '2'"),
+    (config(n_layer="2"), TypeError, "layers='2'"),
     (config(n_layer=3), ValueError, "lack transformer.h.2.ln_1.weight, .*7 more"),
     (config(n_layer=1), ValueError, "weights have transformer.h.1."),
     (config(vocab_size=12), ValueError, r"wte.weight .*\(11, 8\), .*\(12, 8\)"),
