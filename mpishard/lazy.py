@@ -8,17 +8,25 @@ from importlib import import_module
 from typing import Any
 
 
-def names_when_used(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+def names_when_used(package: str, modules: Mapping[str, str], needs: str = "") -> Callable[[str], Any]:
     """Make the ``__getattr__`` of a package: it imports the module of a name, and keeps the name in the package.
 
     Every rank of a job reads what it imports from the same file system, and takes time to run it.  `modules` has the
-    names in each module of the package, between spaces; the function raises AttributeError for any other name.
+    names in each module of the package, between spaces; the function raises AttributeError for any other name.  A
+    package that `needs` a library, whose name it has, raises ModuleNotFoundError without that.
     """
     module_of = {name: module for module, names in modules.items() for name in names.split()}
 
     def find(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if needs:
+            library = package.rpartition(".")[2]
+            try:
+                import_module(library)
+            except ModuleNotFoundError as error:
+                text = f"{package}.{name} needs {needs}: pip install 'mpishard[{library}]'"
+                raise ModuleNotFoundError(text, name=error.name) from None
         value = getattr(import_module(f"{package}.{module_of[name]}"), name)
         setattr(sys.modules[package], name, value)
         return value

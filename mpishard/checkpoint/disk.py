@@ -96,13 +96,11 @@ def replace_link(source: Path, link: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a file, a link, or a folder with its content, if it exists."""
-    try:
+    with suppress(FileNotFoundError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             os.unlink(path)
-    except FileNotFoundError:
-        pass
 
 
 def free_bytes(path: Path) -> int | None:

@@ -116,8 +116,10 @@ class Snapshot:
         pieces: list[PieceValues] = []
         copies: list[tuple[Array, np.ndarray]] = []
         for shard in shards:
-            buffer = self._buffer(shard)
-            offset = 0
+            if shard.kind not in fitting:
+                size = sum(piece.size for piece in shard.counted)
+                fitting[shard.kind] = arrays.pinned_empty(size, shard.array.dtype, like=shard.array)
+            buffer, offset = fitting[shard.kind], 0
             for group in _contiguous(shard.counted):
                 start, size = group[0].start, sum(piece.size for piece in group)
                 copies.append((shard.array[start : start + size], buffer[offset : offset + size]))
@@ -126,12 +128,6 @@ class Snapshot:
                     offset += piece.size
         copy_together(copies)
         return pieces
-
-    def _buffer(self, shard: Shard) -> np.ndarray:
-        if not self._fits(shard):
-            size = sum(piece.size for piece in shard.counted)
-            self._buffers[shard.kind] = arrays.pinned_empty(size, shard.array.dtype, like=shard.array)
-        return self._buffers[shard.kind]
 
     def _fits(self, shard: Shard) -> bool:
         kept = self._buffers.get(shard.kind)

@@ -415,6 +415,4 @@ class ModelParallelGroup:
         if problem is not None:
             raise problem
 
-    def raise_together(self, problem: BaseException | None) -> None:
-        """As `Axis.raise_together`."""
-        self.raise_if_any(problem)
+    raise_together = raise_if_any  # as that of `Axis`

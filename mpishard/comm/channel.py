@@ -280,10 +280,8 @@ class Request:
     def abandon(self) -> None:
         """Wait until MPI no longer uses the buffers; errors are ignored."""
         for request in self._requests:
-            try:
+            with contextlib.suppress(MPI.Exception):
                 request.Wait()
-            except MPI.Exception:
-                pass
         self._call = None
         self._let_go()
 

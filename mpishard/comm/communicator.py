@@ -124,10 +124,6 @@ class Communicator:
             DEFERRED.flush()
         return self._comm
 
-    @comm.setter
-    def comm(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm
-
     def all_reduce(self, buffer: Array, out: Array | None = None, op: str = "sum", *, label: str = "") -> Array:
         """Combine `buffer` over all ranks; every rank gets the result.  Collective.
 
@@ -150,7 +146,7 @@ class Communicator:
             return self._blocking.all_reduce(buffer, out, op, label).wait()
         sent = all_reduce_elements(buffer.size, self.size, self.rank)
         # Without a mesh there may be no MPI: nobody has to start it for what is left as it is.
-        function = _leave if self._channel.is_self else self._comm.Allreduce
+        function = (lambda *_: None) if self._channel.is_self else self._comm.Allreduce
         self._call("all_reduce", buffer, sent, label, function, MPI.IN_PLACE, buffer, OPS[op])
         return buffer
 
@@ -447,7 +443,3 @@ class Communicator:
             Its `wait` returns what `recv` returns.
         """
         return self._point_to_point.recv(buffer, source, tag, label)
-
-
-def _leave(*_: Any) -> None:
-    """Do nothing, as MPI does with an array of one rank in place."""

@@ -28,11 +28,9 @@ class Deferrable(Protocol):
 
     def begin(self) -> bool:
         """Begin in MPI what can begin now; whether all has begun.  It raises nothing, but keeps errors for `wait`."""
-        ...
 
     def advance(self) -> bool:
         """Let MPI move data and queue copies of what has arrived; whether all is over.  It raises nothing."""
-        ...
 
 
 class DeferredCalls(threading.local):

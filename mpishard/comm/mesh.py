@@ -10,7 +10,6 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, cast
 
 from mpi4py import MPI
@@ -430,9 +429,7 @@ class Mesh:
     def __enter__(self) -> Mesh:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         # After an exception the other ranks may not take part in a collective free.
         if kind is None:
             self.free()

@@ -368,10 +368,8 @@ class StagedRequest(Request):
         DEFERRED.flush()
         for piece in self._pieces[self._finished : self._begun]:
             for request in piece.requests:
-                try:
+                with contextlib.suppress(MPI.Exception):
                     request.Wait()
-                except MPI.Exception:
-                    pass
         self._settle(self._pieces)
         self._let_go()
 

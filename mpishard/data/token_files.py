@@ -69,7 +69,6 @@ class TokenSource(Protocol):
 
     def open(self) -> Tokens:
         """Open the file; errors name it."""
-        ...
 
 
 class MappedArray:

@@ -43,7 +43,7 @@ class LocalState(AuxiliaryState):
         self._schedule = schedule
         self._outer = outer
         self._averages: Averages | None = None
-        self._steps: LocalSteps
+        self.steps: LocalSteps  # since all workers were in one state, once parameters are bound
         self._strategy: Strategy
         self._on_rank: RankState
         self._counters: Counters
@@ -55,11 +55,6 @@ class LocalState(AuxiliaryState):
         return self._averages
 
     @property
-    def steps(self) -> LocalSteps:
-        """The steps since all workers were in one state, once parameters are bound."""
-        return self._steps
-
-    @property
     def workers(self) -> int:
         """Number of workers, once parameters are bound."""
         return self.averages.workers
@@ -67,7 +62,7 @@ class LocalState(AuxiliaryState):
     @property
     def staleness(self) -> int:
         """Steps between the start of the last average and its use; 0 before the first."""
-        return 0 if self._averages is None else self._steps.staleness
+        return 0 if self._averages is None else self.steps.staleness
 
     # -- all workers in one state -----------------------------------------------------------------------------------
 
@@ -83,7 +78,7 @@ class LocalState(AuxiliaryState):
             return
         problem = None
         try:
-            if not self._steps.average_all():
+            if not self.steps.average_all():
                 return
         except FloatingPointError as error:
             problem = error
@@ -108,19 +103,19 @@ class LocalState(AuxiliaryState):
         counters.scaling.restore((-scale, int(-good)))
         self._on_rank.prepare_step(counters)
         self.averages.steps = [max(self.averages.steps)] * self._schedule.parts
-        self._steps.restart()
+        self.steps.restart()
         if self._optimizer.config.mesh.debug:
             check_copies(self._strategy, counters.steps)
 
     @property
     def compares_next_step(self) -> bool:
         """Return True if the next step both starts and finishes an average."""
-        return self._steps.next_starts_and_finishes
+        return self.steps.next_starts_and_finishes
 
     @property
     def synchronizes_next_step(self) -> bool:
         """Return True if the next step waits for an average."""
-        return self._steps.next_finishes
+        return self.steps.next_finishes
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -159,7 +154,7 @@ class LocalState(AuxiliaryState):
         self._strategy, self._on_rank, self._counters = strategy, on_rank, counters
         averages = Averages(strategy, self._outer, self._schedule.parts, delayed=self._schedule.delay > 0)
         steps = LocalSteps(strategy.axis, self._schedule, averages, self.staleness)
-        self._averages, self._steps = averages, steps
+        self._averages, self.steps = averages, steps
 
     def shards(self) -> tuple[Shard, ...]:
         """The state of the outer rule, which all workers share."""
@@ -181,7 +176,7 @@ class LocalState(AuxiliaryState):
         """Continue from these facts, after the arrays were filled: all workers are in one state."""
         self.averages.discard()
         self.averages.steps = [int(facts.get("outer_steps", 0))] * self._schedule.parts
-        self._steps.restart()
+        self.steps.restart()
 
     def add_to(self, full: FullState, world: Axis) -> FullState:
         """A full state with that of the outer rule.  Collective over `world`."""
@@ -196,7 +191,7 @@ class LocalState(AuxiliaryState):
         self.may_differ = True
         self._on_rank.fill(averages.slots, {name: full.others[OUTER + name] for name in averages.slots})
         averages.steps = [full.outer_steps] * self._schedule.parts
-        self._steps.restart()
+        self.steps.restart()
 
     def abandon(self) -> None:
         """Drop pending averages, which cannot finish after a rank has died."""

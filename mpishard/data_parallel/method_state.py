@@ -254,9 +254,6 @@ class MinimizationState(OptimizerState):
         self._rows = arrays.zeros(len(names) * size, like.dtype, like=like).reshape(len(names), size)
         return dict(zip(names, self._rows, strict=True))
 
-    def check_fits(self, parameters: FlatParameters) -> None:
-        """A method works with any parameters; whether its options do is checked when it begins."""
-
     def begin_stage(self, keep_history: Any) -> None:
         if not self.is_bound:
             raise ValueError(

@@ -93,8 +93,7 @@ class OptimizerState(ABC):
     def make_slots(self, parameters: FlatParameters, size: int) -> dict[str, Array]:
         """New state arrays by name, for `size` elements of the parameters."""
 
-    @abstractmethod
-    def check_fits(self, parameters: FlatParameters) -> None:
+    def check_fits(self, parameters: FlatParameters) -> None:  # noqa: B027
         """Raise ValueError unless `rule` can take steps of these parameters on this mesh."""
 
     @abstractmethod
@@ -124,8 +123,7 @@ class OptimizerState(ABC):
 
     # -- for training loops -------------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def check_run(self, *, samples: int, batch_size: int, scaling: str, has_product: bool) -> None:
+    def check_run(self, *, samples: int, batch_size: int, scaling: str, has_product: bool) -> None:  # noqa: B027
         """Raise ValueError unless `rule` can take such a run's steps.
 
         `scaling` is the policy by which batch and learning rate follow the number of workers; `has_product`: the
@@ -147,8 +145,7 @@ class OptimizerState(ABC):
         """Why no other step follows, as in `OptimizationResult.stop_reason`; empty while the steps continue."""
         return ""
 
-    @abstractmethod
-    def begin_run(self, is_full_batch: bool) -> None:
+    def begin_run(self, is_full_batch: bool) -> None:  # noqa: B027
         """Take steps of all samples, or of a part of them, from now on."""
 
     def direction(self) -> FlatParameters | None:
@@ -174,12 +171,10 @@ class OptimizerState(ABC):
         """Numbers of the last step for the record of a run."""
         return {}
 
-    @abstractmethod
-    def show_point(self) -> None:
+    def show_point(self) -> None:  # noqa: B027
         """Make the parameters those whose gradient the next step needs.  Collective over the mesh."""
 
-    @abstractmethod
-    def show_result(self) -> None:
+    def show_result(self) -> None:  # noqa: B027
         """Make the parameters those that a run ends with.  Collective over the mesh."""
 
     # -- the parameters, and the arrays for them --------------------------------------------------------------------

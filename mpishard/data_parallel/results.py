@@ -117,4 +117,3 @@ class Problem(Protocol[P]):
         stop_early: EarlyStopping | None,
     ) -> OptimizationResult[P]:
         """Take steps of the optimizer; `ShardedOptimizer.optimize` calls this."""
-        ...

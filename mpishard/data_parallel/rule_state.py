@@ -170,18 +170,6 @@ class RuleState(OptimizerState):
     evaluates_one_function = False
     ends_by_itself = False
 
-    def check_run(self, *, samples: int, batch_size: int, scaling: str, has_product: bool) -> None:
-        """A rule takes the steps of any run."""
-
-    def begin_run(self, is_full_batch: bool) -> None:
-        """Nothing: a step is the same with any samples."""
-
-    def show_point(self) -> None:
-        """Nothing: the parameters are those after the last step."""
-
-    def show_result(self) -> None:
-        """Nothing: the parameters are those after the last step."""
-
     def check_evaluation(self, averaged: bool) -> None:
         if averaged and self._rule.ema_decay is None:
             raise ValueError(

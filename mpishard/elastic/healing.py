@@ -25,7 +25,7 @@ def heal(run: ElasticRun) -> Order:
     tell(JobNotes.note_healed, membership.roles.size, transactions.status.committed_step)
     run.worker_mesh.revoke()
     run.training.optimizer.state.abandon()
-    membership.revoke()
+    membership.axis.revoke()
     run.agreements.refuse_all()
     membership.shrink()
     recruiter = run.recruiter

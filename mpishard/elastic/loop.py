@@ -175,9 +175,9 @@ class ElasticLoop:
     def _train(self) -> PhaseEvent:
         """Take a step and decide what comes next."""
         training, transactions, decisions = self._run.training, self._run.transactions, self._run.decisions
-        if transactions.status.is_decided:
+        takes_step, began = transactions.status.is_decided, time.perf_counter()
+        if takes_step:
             training.save_best()
-            began = time.perf_counter()
             try:
                 self._compare_replicas()
                 outcome = transactions.take_step()
@@ -186,18 +186,14 @@ class ElasticLoop:
             training.evaluate()
             decisions.stop_request = training.stop_request(transactions.status.committed_step, outcome)
             transactions.unseen = None
-            decisions.decide()
-            if not transactions.status.stop_reason:
-                training.save(last=False)
-                if decisions.awaits_recruits and self._run.worker_mesh.mesh.node.size > len(own_cores()):
-                    time.sleep(min(_GIVE_WAY * (time.perf_counter() - began), _GIVE_WAY_MOST_S))
         else:  # a death came between the commit of the last step and the decision after it
             training.evaluate()
             self._repeat_callback()
-            decisions.decide()
-            if not transactions.status.stop_reason:
-                training.save(last=False)
+        decisions.decide()
         if not transactions.status.stop_reason:
+            training.save(last=False)
+            if takes_step and decisions.awaits_recruits and self._run.worker_mesh.mesh.node.size > len(own_cores()):
+                time.sleep(min(_GIVE_WAY * (time.perf_counter() - began), _GIVE_WAY_MOST_S))
             return self._pass_on(PhaseEvent.WORKS)
         try:
             self._compare_replicas(last=True)

@@ -226,14 +226,6 @@ class Membership:
         assert isinstance(part, MPI.Intracomm)
         return part
 
-    def agree(self, sound: bool = True) -> None:
-        """See the function `agree`; over all processes of the run."""
-        agree(self.axis.comm, sound)
-
-    def revoke(self) -> None:
-        """Wake all processes that wait in an operation over the axis."""
-        self.axis.revoke()
-
     def shrink(self) -> None:
         """Remove the lost processes.  Collective over the survivors, whose order on the axis stays.
 

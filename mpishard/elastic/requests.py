@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -67,9 +66,7 @@ class ResizeRequests:
     def __enter__(self) -> ResizeRequests:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._discovery is not None:
             self._discovery.close()
         if self._lease is not None:

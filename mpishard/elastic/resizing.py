@@ -51,7 +51,7 @@ class Resizing:
         run.worker_mesh.release()
         works, empty = self._split(order.workers if sizes is None else sizes.ranks, sizes)
         metadata = self._reshard(source, empty)
-        transactions.take_status(metadata.status)
+        transactions.status = metadata.status
         run.options.requests.discovered = metadata.discovered
         run.training.checkpoints.own = metadata.checkpoints
         checkpoint = None

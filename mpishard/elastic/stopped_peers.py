@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterable
-from types import TracebackType
 
 from mpishard.elastic.roles import Peer
 from mpishard.io import log
@@ -48,9 +47,7 @@ class StoppedPeerMonitor:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end.set()
         self._thread.join()
 

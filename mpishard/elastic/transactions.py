@@ -60,7 +60,7 @@ class Agreements:
     def agree_on_membership(self) -> None:
         """Return when all processes have come here.  Collective over all processes of the run."""
         self._pending.remove(_MEMBERSHIP)
-        self._membership.agree()
+        agree(self._membership.axis.comm, sound=True)
         self._pending.add(_MEMBERSHIP)
 
     def refuse_all(self) -> None:
@@ -421,10 +421,6 @@ class Transactions:
         nodes = [membership.roles.peers[rank].host for rank in axis.members]
         state = self._training.optimizer.state
         return BuddyCheckpoint(axis, identities, nodes, state.capture(), lambda: state.versions)
-
-    def take_status(self, status: RunStatus) -> None:
-        """Take the status that came with the state; the state itself is restored elsewhere."""
-        self.status = status
 
     def install(self, checkpoint: BuddyCheckpoint | None) -> None:
         """Drop the old committed state for a new one; None in a spare."""

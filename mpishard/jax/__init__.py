@@ -8,8 +8,9 @@ Read ``tree`` first, then ``distributed``, for users' loops, and ``problem``, fo
 JAX is imported with the first of these names; optax never, since its transformations are given.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mpishard.lazy import names_when_used
 
 if TYPE_CHECKING:
     from mpishard.jax.distributed import TreeOptimizer, as_distributed
@@ -19,30 +20,17 @@ if TYPE_CHECKING:
 
 __all__ = ["TreeOptimizer", "as_distributed", "parameters_of", "problem", "rule_of", "tree_of"]
 
-_MODULE_OF = {
-    "TreeOptimizer": "distributed",
-    "as_distributed": "distributed",
-    "parameters_of": "tree",
-    "problem": "problem",
-    "rule_of": "optax_rule",
-    "tree_of": "tree",
-}
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name not in _MODULE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        try:
-            import jax  # noqa: F401
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"mpishard.jax.{name} needs JAX: pip install 'mpishard[jax]'", name=error.name
-            ) from None
-        found = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-        globals()[name] = found  # `problem` is also the name of its file
-        return found
+if not TYPE_CHECKING:  # a type checker has the names from above
+    __getattr__ = names_when_used(
+        __name__,
+        {
+            "distributed": "TreeOptimizer as_distributed",
+            "optax_rule": "rule_of",
+            "problem": "problem",
+            "tree": "parameters_of tree_of",
+        },
+        needs="JAX",
+    )
 
 
 def __dir__() -> list[str]:

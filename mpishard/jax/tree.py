@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from mpishard.backend.process import blas_threads
 from mpishard.comm.axis import Axis
 from mpishard.io import log
 from mpishard.layout.tensors import ParameterSpec
-from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.flat import CarriedState, FlatParameters
 
 Array = Any
 
@@ -187,10 +186,10 @@ def _module_of_device(named: dict[str, Any]) -> Any:
     return arrays.device_module()
 
 
-class TreeState:
+class TreeState(CarriedState):
     """The parameters of a pytree as FlatParameters, and the structure from which the pytree is made again.
 
-    This is the `CarriedState` of these parameters; there are no further values.  The leaves are copied into one flat
+    There are no further values.  The leaves are copied into one flat
     array, and are parameters by their names.  `rank` is of this process on the data axis, once there is an optimizer.
     `unfit` is the error in the gradients of this rank; `step` raises it on all ranks.
     """
@@ -259,22 +258,12 @@ class TreeState:
         differences += [f"{listed(more)} unknown"] if more else []
         return "; ".join(differences) or f"{self.structure} there, {structure} here"
 
-    # -- what CarriedState has --------------------------------------------------------------------------------------
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Empty: a tree has parameters only."""
-        return {}
+    # -- `CarriedState` -----------------------------------------------------------------------------------------------
 
     @property
     def arithmetic(self) -> dict[str, str]:
         """The version of JAX, and the threads that decide where XLA cuts a product."""
         return {"JAX": jax.__version__, "XLA threads": str(xla_threads() or "unknown")}
-
-    @property
-    def calls(self) -> dict[str, str]:
-        """Empty: a step takes the gradients that it is given."""
-        return {}
 
     def check_intact(self) -> None:
         """Raise the error in the gradients of this rank."""
@@ -286,15 +275,6 @@ class TreeState:
         if tensor * pipeline > 1:
             raise ValueError("a function of JAX cannot be split over tensor or pipeline ranks")
 
-    def check_reproducible(self, pipeline: int) -> None:
-        """Nothing: there are no pipeline ranks."""
-
-    def check(self, facts: Mapping[str, Any]) -> None:
-        """Nothing: there are no facts."""
-
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        """Nothing: there are no facts."""
-
     def broadcast(self, axis: Axis) -> None:
         """Note the rank, and warn of threads that disturb the other ranks; there are no values to spread."""
         self.rank = axis.rank
@@ -305,18 +285,6 @@ class TreeState:
                 f"first array of JAX, or set NPROC={share}"
             )
         self._tells = False
-
-    def synchronize(self, axis: Axis) -> None:
-        """Nothing: there are no values."""
-
-    def consolidate(self, axis: Axis) -> None:
-        """Nothing: there are no values."""
-
-    def round_masters(self) -> None:
-        """Nothing: all leaves have the dtype of the parameters."""
-
-    def release(self) -> None:
-        """Nothing: the arrays are freed with the tree."""
 
 
 def parameters_of(tree: Any) -> FlatParameters:

@@ -5,6 +5,7 @@ MPI need not be initialised for this.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import importlib.util
@@ -120,14 +121,12 @@ def name_of_job(launch: Launch | None, environment: Mapping[str, str]) -> str:
 def _control_port() -> str:
     """Where the proxy of Hydra that has started this process, or the shell around it, reaches the launcher."""
     number = os.getppid()
-    try:
+    with contextlib.suppress(OSError, IndexError, ValueError):  # not every system tells
         while number > 1:
             words = Path(f"/proc/{number}/cmdline").read_text(errors="replace").split("\0")
             if "--control-port" in words:
                 return words[words.index("--control-port") + 1]
             number = int(process_facts(number)[1])
-    except (OSError, IndexError, ValueError):  # not every system tells
-        pass
     return ""
 
 

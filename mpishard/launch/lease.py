@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import operator
 import os
 import secrets
 import threading
@@ -30,6 +31,7 @@ _FILE = "holder"
 # Seconds between two signs of life, and without one until a holder counts as dead.
 _BEAT_S, _DEAD_S = 5.0, 30.0
 _POLL_S = 0.25
+_PROCESS = operator.attrgetter("machine", "host", "process", "began")
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,7 @@ class Holder:
 
     def is_same_as(self, other: Holder) -> bool:
         """Return True if both are one process."""
-        return (self.machine, self.host, self.process, self.began) == (
-            other.machine,
-            other.host,
-            other.process,
-            other.began,
-        )
+        return _PROCESS(self) == _PROCESS(other)
 
     def is_earlier_start_of(self, other: Holder) -> bool:
         """Return True if it is of the same job, which was started again since."""

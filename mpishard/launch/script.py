@@ -34,8 +34,7 @@ PACKAGE = str(Path(__file__).parents[1]) + os.sep  # how the files of mpishard b
 # How the files begin that are not the user's: those of Python, of installed packages, and of mpishard.
 _FOLDERS = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 _FOLDERS |= {*site.getsitepackages(), site.getusersitepackages()}
-_LIBRARIES = (*(folder + os.sep for folder in _FOLDERS), "<frozen")
-NOT_USERS = (PACKAGE, *_LIBRARIES)
+NOT_USERS = (PACKAGE, *(folder + os.sep for folder in _FOLDERS), "<frozen")
 
 
 def parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -193,7 +192,7 @@ def _shorten(report: traceback.TracebackException, error: BaseException) -> int:
 
 def _are_users(stack: traceback.StackSummary) -> list[bool]:
     """For each frame True if it is of the user's code: neither of mpishard nor of a library."""
-    return [not frame.filename.startswith((PACKAGE, *_LIBRARIES)) for frame in stack]
+    return [not frame.filename.startswith(NOT_USERS) for frame in stack]
 
 
 def _raises(error: BaseException, frame: traceback.FrameSummary) -> bool:

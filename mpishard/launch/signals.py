@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -106,9 +106,7 @@ class Interrupts:
                 self._before[number] = signal.SIG_DFL if before is None else before
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number in list(self._before):
             self._restore(number)
 

@@ -261,14 +261,11 @@ class Supervisor:
 
     def _end(self, process: subprocess.Popen[bytes], limit: float) -> None:
         """End a launcher: in order if it ends within `limit` seconds, else by SIGKILL."""
-        if self._at_once and not self.hosts and self.launcher.prints_when_ended:
-            process.kill()
-            process.wait()
-            return
-        process.send_signal(self.launcher.end_signal)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(limit)
-            return
+        if not self._at_once or self.hosts or not self.launcher.prints_when_ended:
+            process.send_signal(self.launcher.end_signal)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(limit)
+                return
         process.kill()
         process.wait()
 

@@ -38,11 +38,9 @@ class Matrix(Protocol):
 
     def times(self, x: Array) -> Array:
         """A x, the rows of this rank; only read. Collective."""
-        ...
 
     def adjoint(self, u: Array, top: float) -> Array:
         """A' u, the unknowns of this rank; only read. `top` is the largest element of u on all ranks. Collective."""
-        ...
 
 
 @dataclass(frozen=True)

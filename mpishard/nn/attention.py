@@ -419,7 +419,11 @@ class CausalSelfAttention(Layer):
             o_sbhtd = self._by_heads(o_lnc[index], kinds - 2, length)
             self.mixing.backward(heads, logsum, o_sbhtd, do_sbhtd, delta_sbht, dheads, work)
         if self._changes_heads:
-            self._before_rotation(dheads_lsbhtd, work)
+            # Gradients before norm and rotation, in place of those after them.
+            if self.rotary is not None:
+                self._rotate(dheads_lsbhtd, backward=1)
+            if self.norms is not None:
+                self.norms.backward(dheads_lsbhtd, work)
             for dqkv, dheads in zip(dqkv_lnd, dheads_lsbhtd, strict=True):
                 self.ops.merge_heads(dqkv, dheads)
         return dqkv_nd
@@ -458,13 +462,6 @@ class CausalSelfAttention(Layer):
         Products of heads on the host take float32.
         """
         return None if self.module is np else rounded_dtype(self.matmul)
-
-    def _before_rotation(self, dheads_lsbhtd: Array, work: Workspace) -> None:
-        """Gradients with respect to queries and keys before norm and rotation, in place of those after it."""
-        if self.rotary is not None:
-            self._rotate(dheads_lsbhtd, backward=1)
-        if self.norms is not None:
-            self.norms.backward(dheads_lsbhtd, work)
 
     def _mix_with_known(
         self, index: int, q_sbhtd: Array, o_sbhtd: Array, cache: KeyValueCache, work: Workspace

@@ -179,13 +179,11 @@ class GatedMLP(Layer):
         rows, width = len(dgate_nd), self.gate.inputs
         weights = self.gate._weights(rows), self.up._weights(rows)
         dys = self.gate._outputs_apart(dgate_nd), self.up._outputs_apart(dup_nd)
+        product_memory = functools.partial(work.borrow, "gated product", rows, width)
 
         def term(index: int, out_nc: Array) -> None:
             for number, (weight, dy) in enumerate(zip(weights, dys, strict=True)):
                 multiply_into(self.matmul, dy[index], weight[index].T, out_nc, number > 0, product_memory)
-
-        def product_memory() -> Array:
-            return work.borrow("gated product", rows, width)
 
         def memory(depth: int) -> Array:
             return work.borrow(f"terms {depth}" if depth else f"{self.role}.dx", rows, width)

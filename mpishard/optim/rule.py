@@ -33,30 +33,24 @@ class LiveValues(Protocol):
     @property
     def names(self) -> Collection[str]:
         """The fields of the rule that follow the values."""
-        ...
 
     @property
     def by_name(self) -> Mapping[str, str]:
         """The values now, as text."""
-        ...
 
     @property
     def fingerprint(self) -> int:
         """A number of 62 bits that depends on all of `by_name`."""
-        ...
 
     @property
     def remedy(self) -> str:
         """The remedy where the values differ between ranks, for a message."""
-        ...
 
     def check(self) -> None:
         """Raise ValueError unless a step can use the values; `step` compares the ranks."""
-        ...
 
     def restore(self, configuration: Mapping[str, Any]) -> str:
         """Take the values from a `Rule.configuration` that was saved; returns the reason if it takes none, else ""."""
-        ...
 
 
 # Parameter groups: tensors, chosen by their names, that a rule updates with their own hyper-parameters.

@@ -25,16 +25,16 @@ Array = Any
 # State that comes with the parameters of a model, such as the buffers of a PyTorch module.
 
 
-class CarriedState(Protocol):
+class CarriedState:
     """State of a model besides its parameters, which no optimizer changes and which a run needs to continue.
 
-    It is small: its values are facts of a `RunState`, the same on all ranks after `synchronize`.
+    It is small: its values are facts of a `RunState`, the same on all ranks after `synchronize`. Here there are none.
     """
 
     @property
     def facts(self) -> Mapping[str, Any]:
         """Copies of its values, as facts of a `RunState`."""
-        ...
+        return {}
 
     @property
     def arithmetic(self) -> Mapping[str, str]:
@@ -42,58 +42,48 @@ class CarriedState(Protocol):
 
         Empty where NumPy and BLAS say all.
         """
-        ...
+        return {}
 
     @property
     def calls(self) -> Mapping[str, str]:
         """What all ranks must have done alike since the last step, as text by name; `step` compares the ranks."""
-        ...
+        return {}
 
     def check_intact(self) -> None:
         """Raise ValueError if the model was changed so that its parameters are not the optimizer's any more.
 
         `step` compares the ranks.
         """
-        ...
 
     def check_split(self, tensor: int, pipeline: int) -> None:
         """Raise ValueError if the model cannot be made for a mesh of so many tensor and pipeline ranks."""
-        ...
 
     def check_reproducible(self, pipeline: int) -> None:
         """Raise ValueError if the bits of a gradient would be others on so many pipeline ranks."""
-        ...
 
     def check(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless `restore` can read these facts of a saved state."""
-        ...
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Take the values from facts of a saved state."""
-        ...
 
     def broadcast(self, axis: Axis) -> None:
         """Copy the values, and what else the model has besides its parameters, from rank 0 of the data axis.
 
         Collective.
         """
-        ...
 
     def synchronize(self, axis: Axis) -> None:
         """Make the values equal on all ranks, after each update that all take together. Collective over the axis."""
-        ...
 
     def consolidate(self, axis: Axis) -> None:
         """Make the values equal on all ranks before a save, and change none that are. Collective over the axis."""
-        ...
 
     def round_masters(self) -> None:
         """Give parameters of another dtype the values of their masters in the flat array, which have changed."""
-        ...
 
     def release(self) -> None:
         """Let the model go: it was made again for another mesh, and this one is used no more."""
-        ...
 
 
 # Flat arrays that callers give: checked, or made of tensors.
@@ -589,9 +579,7 @@ class Model(Protocol):
     @property
     def parameters(self) -> FlatParameters:
         """The parameters that an optimizer trains."""
-        ...
 
     @property
     def loss_and_gradient(self) -> Callable[..., float]:
         """The function of a batch."""
-        ...

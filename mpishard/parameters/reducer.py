@@ -10,7 +10,6 @@ are added. Each but the last becomes a partial sum when it is complete; the last
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -116,7 +115,7 @@ class NoSync:
         self._before()
         self._reducer.progress.hold()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
             if kind is None:
                 self._reducer.end_pass()

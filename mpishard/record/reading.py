@@ -42,7 +42,7 @@ class JsonLinesWriter:
         try:
             line = json.dumps(content, allow_nan=False, default=float)
         except ValueError:
-            line = json.dumps(_finite(content), default=_finite_number)
+            line = json.dumps(_finite(content), default=lambda value: _finite(float(value)))
         self._waiting.append(line)
 
     def flush(self) -> None:
@@ -122,12 +122,6 @@ def _objects(data: bytes) -> Iterator[dict[str, Any]]:
             content = parsed(line)
             if isinstance(content, dict):
                 yield content
-
-
-def _finite_number(value: Any) -> float | None:
-    """A NumPy number as a value for JSON."""
-    number: float | None = _finite(float(value))
-    return number
 
 
 def _finite(content: Any) -> Any:

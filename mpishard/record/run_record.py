@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ContextDecorator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -330,10 +329,8 @@ class RunRecord:
     def __enter__(self) -> RunRecord:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None and self._goes_on:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None and self._goes_on:
             self.end(self._last_step, "closed")
         self.close()
 

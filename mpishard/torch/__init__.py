@@ -19,8 +19,9 @@ of logits that tensor ranks have divided.
 PyTorch is imported with the first of these names.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mpishard.lazy import names_when_used
 
 if TYPE_CHECKING:
     from mpishard.torch.batch_norm import convert_sync_batchnorm
@@ -41,32 +42,19 @@ __all__ = [
     "summon_full_parameters",
 ]
 
-_MODULE_OF = {
-    "ModuleOptimizer": "module_optimizer",
-    "as_distributed": "distributed",
-    "convert_sync_batchnorm": "batch_norm",
-    "cross_entropy": "distributed",
-    "join": "uneven_batches",
-    "problem": "problem",
-    "rule_of": "torch_rule",
-    "summon_full_parameters": "distributed",
-}
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name not in _MODULE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        try:
-            import torch  # noqa: F401
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"mpishard.torch.{name} needs PyTorch: pip install 'mpishard[torch]'", name=error.name
-            ) from None
-        found = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-        globals()[name] = found  # `problem` is also the name of its file
-        return found
+if not TYPE_CHECKING:  # a type checker has the names from above
+    __getattr__ = names_when_used(
+        __name__,
+        {
+            "batch_norm": "convert_sync_batchnorm",
+            "distributed": "as_distributed cross_entropy summon_full_parameters",
+            "module_optimizer": "ModuleOptimizer",
+            "problem": "problem",
+            "torch_rule": "rule_of",
+            "uneven_batches": "join",
+        },
+        needs="PyTorch",
+    )
 
 
 def __dir__() -> list[str]:

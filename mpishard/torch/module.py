@@ -17,7 +17,7 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.boxes import box_shape
 from mpishard.layout.tensors import WHOLE
-from mpishard.parameters.flat import FlatParameters, flat_of_tensors
+from mpishard.parameters.flat import CarriedState, FlatParameters, flat_of_tensors
 from mpishard.torch.buffers import BufferOwner, Buffers
 from mpishard.torch.cut_module import CutModule, check_is_whole
 from mpishard.torch.gradient_hooks import GradientHooks, ProblemHooks
@@ -74,7 +74,7 @@ class UnitSharding:
         return units_text(self.units)
 
 
-class ModuleState:
+class ModuleState(CarriedState):
     """The parameters of a module as FlatParameters, with its buffers and frozen parameters.
 
     The parameters become views into one flat array, and keep their values. This is the `CarriedState` of that array.
@@ -194,11 +194,6 @@ class ModuleState:
     @property
     def facts(self) -> dict[str, Any]:
         return dict(self.buffers.facts)
-
-    @property
-    def arithmetic(self) -> dict[str, str]:
-        """Empty: PyTorch has the threads of BLAS."""
-        return {}
 
     @property
     def calls(self) -> dict[str, str]:

@@ -261,8 +261,8 @@ class TrainingRun:
         return self._reason(request, self.optimizer.gradient_norm)
 
     def _reason(self, request: int, norm: float) -> str:
-        validated = (each.loss for each in self.validation.history)
-        return self._stop.reason(request, len(self.losses), norm, ended=self._ended, validated=validated)
+        validated, ended = (each.loss for each in self.validation.history), self.optimizer.state.stop_reason
+        return self._stop.reason(request, len(self.losses), norm, ended=ended, validated=validated)
 
     def _raise_deferred(self) -> None:
         """Raise an error that a rank holds on all ranks; return if none does.  Collective."""
@@ -271,11 +271,6 @@ class TrainingRun:
         except BaseException:
             self.runner.parameters.reset_gradients()  # waits for the sums under way
             raise
-
-    @property
-    def _ended(self) -> str:
-        """The reason why the steps have ended by themselves; empty while they continue."""
-        return self.optimizer.state.stop_reason
 
     def save(self, last: bool) -> None:
         """Save if a save is due.  After the `last` step bring all ranks to one state, also without checkpoints.
@@ -347,7 +342,8 @@ class TrainingRun:
         resumed, folder = self._resumed_steps, self.checkpoints.folder
         reason = self._reason(StopRequest.NONE, self.optimizer.gradient_norm if resumed else math.nan)
         if reason and resumed and folder is not None and self.optimizer.mesh.rank == 0:
-            goal = f"the end of its method ({reason})" if self._ended else self._stop.described(reason)
+            by_itself = self.optimizer.state.stop_reason
+            goal = f"the end of its method ({reason})" if by_itself else self._stop.described(reason)
             more = "increase `steps`" if reason == "steps" else "set a later goal"
             log.inform(
                 f"the run in {folder} is already finished: it reached {goal} at step {self.optimizer.clock}; "

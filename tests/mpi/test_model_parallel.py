@@ -446,7 +446,7 @@ class Synchronous:
 @pytest.mark.quick
 def test_gradients_and_loss_of_one_rank(pipe, monkeypatch, schedule, chunks, synchronous):
     if synchronous:
-        monkeypatch.setattr(pipe.pipeline, "comm", Synchronous(pipe.pipeline.comm))
+        monkeypatch.setattr(pipe.pipeline._channel, "comm", Synchronous(pipe.pipeline.comm))
     for count in counts_of_pipeline(pipe.size):
         line = pipeline(pipe, schedule, chunks)
         batches = micro_batches(count)

@@ -108,9 +108,7 @@ def calls(monkeypatch, failing):
 @pytest.fixture
 def agreed(calls):
     mesh = SimpleNamespace(world=SimpleNamespace(comm="workers"))
-    membership = SimpleNamespace(
-        axis=SimpleNamespace(comm="membership"), agree=lambda: agreements.agree("membership", True)
-    )
+    membership = SimpleNamespace(axis=SimpleNamespace(comm="membership"))
     return agreements.Agreements(mesh, membership)
 
 

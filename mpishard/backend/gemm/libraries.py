@@ -187,11 +187,6 @@ def multiplies_bfloat16() -> bool:
     return bool({"avx512_bf16", "amx_bf16"}.intersection(_described("flags").split()))
 
 
-def is_intel() -> bool:
-    """Return True for a processor of Intel."""
-    return _described("vendor_id") == "GenuineIntel"
-
-
 class Offer(NamedTuple):
     """What a process could multiply by: libraries that can be loaded, on its processor."""
 
@@ -202,7 +197,7 @@ class Offer(NamedTuple):
     @classmethod
     def here(cls) -> Offer:
         """That of this process."""
-        return cls(loadable(), is_intel(), multiplies_bfloat16())
+        return cls(loadable(), _described("vendor_id") == "GenuineIntel", multiplies_bfloat16())
 
 
 @functools.cache
