@@ -97,8 +97,8 @@ class Checkpoints:
     ValueError
         On every rank, if an option is invalid or not the same on all.
     TypeError
-        On every rank, if `keep` is no whole number, or `asynchronous` or `virtual` no flag; on this rank, if `mesh` is
-        no Mesh.
+        On every rank, if `folder` is no path, `keep` no whole number, or `asynchronous` or `virtual` no flag; on this
+        rank, if `mesh` is no Mesh.
     """
 
     def __init__(

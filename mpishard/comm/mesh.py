@@ -92,10 +92,10 @@ class Mesh:
     Raises
     ------
     ValueError
-        On every rank, if the product of some rank's sizes is not the number of ranks, if `space` and `groups` make no
-        grid of the ranks of `comm` or come with sizes, or if each rank is alone in its world since the launcher belongs
-        to another MPI; this last check is left out with MPI.COMM_SELF.  On every rank, too, if a size, `debug`, or the
-        version of mpishard differs between ranks.
+        On every rank, if the product of some rank's sizes is not the number of ranks; if `space` and `groups` make no
+        grid of the ranks of `comm`, or come with sizes; or if each rank is alone in its world since the launcher
+        belongs to another MPI (not checked with MPI.COMM_SELF).  On every rank, too, if a size, `debug`, or the version
+        of mpishard differs between ranks.
     TypeError, ValueError
         On every rank, if `timeout` or `debug` of any make no sense; on this rank, if `comm` is no communicator.
     RuntimeError

@@ -45,7 +45,7 @@ class Evaluation:
     Raises
     ------
     TypeError, ValueError
-        If a number is no whole number of at least 1, or `function` cannot be called.
+        If a number is no whole number of at least 1, `averaged` is no flag, or `function` cannot be called.
     """
 
     function: Callable[..., Any]

@@ -76,7 +76,8 @@ class ShardingConfiguration:
     overlap_communication : bool
         Reduce a bucket while the backward pass still computes the next ones.  Both settings give the same bits.
     max_gradient_norm : float, optional
-        Scale the averaged gradient down to this global 2-norm where it is larger.
+        Scale the averaged gradient down to this global 2-norm where it is larger.  Infinity measures the norm, and
+        scales nothing.
     max_gradient_value : float, optional
         Cut every element of the averaged gradient to at most this, and at least minus this.  Not together with
         `max_gradient_norm`.
@@ -95,11 +96,11 @@ class ShardingConfiguration:
         which do not depend on the ranks.  The function must give the same bits for one micro-batch.  For that, BLAS
         gets one thread per rank unless the environment says otherwise, and a problem without ``micro_batch_size`` has
         16 micro-batches.  A pipeline runs the micro-batches of its data rank; a model of your own takes them together
-        if it has `losses_and_gradient` (`mpishard.parameters.flat.Model`), else one by one, and what it makes
-        of one is added as it comes.  In a training loop of your own, `step` counts each rank's gradient as one
-        micro-batch, which gives the same bits on the same number of ranks.  With ``shards=1`` MPI does the sums over
-        tensor ranks: they give the same bits for the same tensor size if that MPI always adds in one order, as it must
-        with two ranks.
+        if it has `losses_and_gradient` (`mpishard.parameters.flat.Model`), else one by one.  What a model makes of one
+        micro-batch by itself is added as it comes.  In a training loop of your own, `step` counts each rank's gradient
+        as one micro-batch, which gives the same bits on the same number of ranks.  With ``shards=1`` MPI does the sums
+        over tensor ranks: they give the same bits for the same tensor size if that MPI always adds in one order, as it
+        must with two ranks.
     allow_different_bits : bool
         Let a reproducible run continue where its bits depend on more than it: with ranks whose BLAS kernels differ,
         from a checkpoint made with other kernels, BLAS threads, libraries, shards or micro-batches, or with a model
@@ -130,8 +131,8 @@ class ShardingConfiguration:
         If `mesh` is no Mesh; on every rank, if on any a flag or number is of another type, or `gradient_compressor` is
         no compressor.
     ValueError
-        On every rank, if on any a number is out of its range, two settings contradict each other, or settings differ
-        between ranks.
+        On every rank, if on any a number is out of its range, `hierarchical` is neither a flag nor a whole number, two
+        settings contradict each other, or settings differ between ranks.
     """
 
     mesh: Mesh

@@ -228,7 +228,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
         The rule of the workers' own steps.  Its state belongs to the worker; only a save averages it over workers.
     config : ShardingConfiguration or Mesh
         With a compressor, averages are sent compressed, with error feedback.
-    sync_every : int
+    sync_every : int, optional
         Steps between two averages of the same parameter.  Default: `sync_every` of the configuration if it is above 1,
         else 8.
     outer : Rule, optional

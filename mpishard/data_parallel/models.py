@@ -217,7 +217,11 @@ def as_distributed(
     Raises
     ------
     TypeError
-        If `model_or_rule` is neither a rule nor a model, or further arguments are given.
+        If `model_or_rule` is neither a rule nor a model, `mesh_or_config` is neither a mesh nor a configuration, or
+        further arguments are given.
+    ValueError
+        If the parameters of a model are not laid out for this rank of the mesh; on every rank, if the configuration
+        does not go with the rule, or settings or parameters differ between ranks.
     """
     if options and not others and options.keys() <= ConfigurationOptions.__annotations__.keys():
         settings = ", ".join(f"{name}=..." for name in options)

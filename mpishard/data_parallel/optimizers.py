@@ -24,6 +24,11 @@ class DDPOptimizer(ShardedOptimizer):
         The update rule.
     config : ShardingConfiguration or Mesh
         Settings with a mesh, or a mesh with the default settings.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `ShardedOptimizer`; for a method, whose vectors are divided, take `as_distributed` or `ZeRO1Optimizer`.
     """
 
     sharding: Sharding = DDP
@@ -38,8 +43,8 @@ class ZeRO1Optimizer(ShardedOptimizer):
 
     Parameters
     ----------
-    rule : Rule
-        The update rule.
+    rule : Rule or Method
+        The update rule; or a method such as ``LBFGSB()``, see `ShardedOptimizer`.
     config : ShardingConfiguration or Mesh
         Settings with a mesh, or a mesh with the default settings.
     """
@@ -66,8 +71,8 @@ class ZeRO2Optimizer(ShardedOptimizer):
 
     Parameters
     ----------
-    rule : Rule
-        The update rule.
+    rule : Rule or Method
+        The update rule; or a method such as ``LBFGSB()``, see `ShardedOptimizer`.
     config : ShardingConfiguration or Mesh
         Settings with a mesh, or a mesh with the default settings.
     """
@@ -87,8 +92,8 @@ class ZeRO3Optimizer(ShardedOptimizer):
 
     Parameters
     ----------
-    rule : Rule
-        The update rule.
+    rule : Rule or Method
+        The update rule; or a method such as ``LBFGSB()``, see `ShardedOptimizer`.
     config : ShardingConfiguration or Mesh
         Settings with a mesh, or a mesh with the default settings.
 
@@ -108,8 +113,8 @@ class HybridShardedOptimizer(ShardedOptimizer):
 
     Parameters
     ----------
-    rule : Rule
-        The update rule.
+    rule : Rule or Method
+        The update rule; or a method such as ``LBFGSB()``, see `ShardedOptimizer`.
     config : ShardingConfiguration or Mesh
         With all sizes at their defaults, its mesh is used unchanged.  Otherwise the mesh must have these sizes, or be
         purely data-parallel: its ranks then form a new mesh, which is freed together with the given one.

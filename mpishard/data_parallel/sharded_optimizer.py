@@ -180,7 +180,7 @@ class ShardedOptimizer:
         ----------
         parameters : 1-D array or FlatParameters
             The current parameters, float32 or float64, the same on every rank.
-        gradients : 1-D array
+        gradients : 1-D array, optional
             This rank's gradient, of the shape, dtype and device of `parameters`, times `loss_scale`.  The reduction
             uses the array as its buffer, so that its content is undefined afterwards.  A FlatParameters has its own
             gradients.
@@ -356,9 +356,18 @@ class ShardedOptimizer:
         Raises
         ------
         ValueError
-            On every rank and before the first step, if the problem or the settings differ between ranks, nothing would
-            stop the loop, checkpoints cannot hold the `facts`, or the checkpoint has other tensors, another rule or
-            other samples.
+            On every rank and before the first step, if an option of any rank is invalid, the problem or the settings
+            differ between ranks, nothing would stop the loop, checkpoints cannot hold the `facts`, or the checkpoint
+            has other tensors, another rule or other samples.
+        TypeError
+            On every rank, if an option of any rank has a wrong type.
+        FloatingPointError
+            On every rank, if a gradient or a loss of any rank is NaN or infinite (see `nonfinite_gradients`).
+        OSError
+            On every rank, if a checkpoint cannot be read or written, see `Checkpoints`.
+        Exception
+            What the function of the problem, or `callback`, raises: on every rank, unless ranks wait for each other
+            inside a model.
         """
         with CaughtError() as caught:
             check_problem(problem)

@@ -195,7 +195,7 @@ def check_reducer(parameters: FlatParameters, reducer: GradientReducer | None) -
 def check_count(count: float | None) -> None:
     """Raise ValueError unless `count` is a valid divisor of a sum of gradients."""
     if count is not None and (isinstance(count, bool | str) or not 0 < count < math.inf):
-        raise ValueError(f"count={count!r}, the global number of samples, must be above 0")
+        raise ValueError(f"count={count!r}, the global number of samples, must be finite and above 0")
 
 
 def check_copies(strategy: Strategy, step: int) -> None:

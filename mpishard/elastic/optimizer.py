@@ -66,9 +66,9 @@ class ElasticOptimizer:
         Seconds after which a process that is stopped (SIGSTOP) counts as failed and is killed by a process on its host;
         only where the run survives deaths in place.
     respawn : bool
-        Whether a process is spawned after a death if no spare is left, while the others continue; not if the run has
-        taken no step since the last death or arrival.  If False, a death also cancels processes that are still
-        starting.
+        Whether a process is spawned after a death if no spare is left, while the others continue.  None is spawned if
+        the run has taken no step since the last death or arrival.  If False, a death also cancels processes that are
+        still starting.
     scaling : {"constant", "linear", "square_root"}
         How batch and learning rate follow the number of workers.  "constant": the global batch and the learning rate
         stay the same.  Else the batch is proportional to the workers: with c workers in a run that began with n,
@@ -93,11 +93,12 @@ class ElasticOptimizer:
         communicators were made anew, before the next step.  It may communicate.
     audit : float or "replicas", optional
         Finds a worker that computes wrongly.  A number from 1e-9 to 1: the share of the micro-batches that a second
-        worker computes too, drawn anew in each step; in steps that have such a one, sums over ranks are checked, too.
-        Where the bits differ all workers compute that micro-batch, or a third one adds up that sum.  Who is not with
-        the majority is named, with host and step, and works no more; the others take the step again.  For DDP and
-        ZeRO-1 with ``reproducible=True`` on a data axis alone.  "replicas": every 10 steps, and after the last one,
-        parameters, and under DDP state, of all workers are compared, and who differs takes them from the majority.
+        worker computes too, drawn anew in each step; in steps with such a micro-batch, sums over ranks are checked,
+        too.  Where the bits differ, all workers compute that micro-batch, or a third one adds up that sum.  A worker
+        that is not with the majority is named, with host and step, and works no more; the others take the step again.
+        For DDP and ZeRO-1 with ``reproducible=True`` on a data axis alone.  "replicas": every 10 steps, and after the
+        last one, the parameters of all workers are compared, and under DDP their state.  A worker that differs takes
+        those of the majority.
 
     Raises
     ------
@@ -105,8 +106,8 @@ class ElasticOptimizer:
         If a rule has no `config`, an optimizer has one, or an argument is of another type than above.
     ValueError
         If the limits are not ``1 <= min_workers <= max_workers``, there are fewer than `min_workers`, another number is
-        out of its range, the mesh was made by `reshaped`, or `layouts` is given with an `audit`, or with a `scaling`
-        that is not constant.
+        out of its range, `scaling` is none of the above, the mesh was made by `reshaped`, or `layouts` is given with an
+        `audit`, or with a `scaling` that is not constant.
 
     Notes
     -----
@@ -278,7 +279,7 @@ class ElasticOptimizer:
 
         Parameters
         ----------
-        workers : int
+        workers : int, optional
             From `min_workers` to `max_workers`.
         mesh : mapping, optional
             In place of `workers`, with `layouts`: sizes of the axes, such as ``{"data": 2, "tensor": 2}``; an axis that
@@ -290,7 +291,7 @@ class ElasticOptimizer:
             If both are given or none, or sizes are no numbers.
         ValueError
             If the number of workers is below `min_workers` or above `max_workers`, some workers would have no sample,
-            or the mesh is none of `layouts`.
+            or the mesh is none of `layouts`, or there are no `layouts`.
         """
         if (workers is None) == (mesh is None):
             raise TypeError("resize takes a number of workers, or mesh=sizes")

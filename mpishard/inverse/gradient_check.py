@@ -290,7 +290,7 @@ def check_gradient(
     function : callable or OptimizationProblem
         ``function(x) -> (value, gradient)``, as `minimize` takes it; or a problem, whose mean loss is checked.  Of a
         function with `L1` terms the rest is checked, and the verdict says so.
-    x : array, FlatParameters, or dict, list or tuple of arrays, optional
+    x : array, FlatParameters, Partition, or dict, list or tuple of arrays or of Partitions, optional
         The point, not a minimum, as the `x0` of `minimize`: float32 or float64, else it becomes float64.  A
         FlatParameters has this rank's slice, and is the same afterwards.  Default: the start of the problem.
     jac : True or callable

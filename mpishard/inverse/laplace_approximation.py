@@ -71,7 +71,7 @@ def laplace(
         Gauss-Newton matrix, which has no negative eigenvalues.  The misfit is the negative logarithm of the likelihood:
         divide residuals by the standard deviations of the data.
     prior : Prior
-        `DiagonalPrior`, `OperatorPrior`, or a prior of your own.
+        `DiagonalPrior`, `BiLaplacianPrior`, `OperatorPrior`, or a prior of your own.
     args : tuple
         Further arguments of `hessp`.
     rank : int
@@ -80,8 +80,8 @@ def laplace(
     oversampling : int
         Further directions, which make the last eigenpairs accurate.
     power_iterations : int
-        How often the products are multiplied again, by one more for each direction.  Where `rank` cuts a spectrum that
-        falls slowly, eigenvalues are too small without.
+        How often the directions are multiplied again, each by one more product.  Without, eigenvalues are too small
+        where `rank` cuts a spectrum that falls slowly.
     seed : int
         Of the random directions.
     mesh : Mesh, optional

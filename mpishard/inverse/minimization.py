@@ -85,12 +85,12 @@ def minimize(
     jac : True, callable, "2-point" or "3-point"
         True: `fun` returns ``(value, gradient)``.  A function: ``jac(x, *args)`` is the gradient.  A name: the gradient
         is by finite differences, with the steps of SciPy's ``jac`` of this name and inside of the bounds; `fun` returns
-        the value, and is called once or twice more for each element that may move.  On a mesh groups of ranks (those
-        that have one place on the data axis; of ``Mesh()`` each rank is one) share the elements, and all ranks of a
-        group call `fun` for the same points: it may communicate over ``mesh.tensor``, and not beyond.  `x0` is whole on
-        all ranks, or a Partition.  The gradient has the same bits on any number of groups.  With ``reduction="sum"``
-        every group has its part of the value, and so calls `fun` for all elements.  ``nfev`` and ``maxfun`` count
-        points of the method, not the calls for the gradient there, which SciPy counts.  Not with `elastic`.
+        the value, and is called once or twice more for each element that may move.  On a mesh groups of ranks share the
+        elements: those that have one place on the data axis; of ``Mesh()`` each rank is one.  All ranks of a group call
+        `fun` for the same points, so it may communicate over ``mesh.tensor``, and not beyond.  `x0` is whole on all
+        ranks, or a Partition.  The gradient has the same bits on any number of groups.  With ``reduction="sum"`` every
+        group has its part of the value, and so calls `fun` for all elements.  ``nfev`` and ``maxfun`` count points of
+        the method, not the calls for the gradient there, which SciPy counts.  Not with `elastic`.
     hess : callable, optional
         ``hess(x, *args)``: the Hessian, or a Gauss-Newton approximation of it, for the Newton methods: an array, a
         sparse matrix as SciPy's, or an operator with ``shape`` and ``matvec(v)``, such as
@@ -127,8 +127,8 @@ def minimize(
         ``disp=True`` shows a table with a line an iteration, ``maxtime=seconds`` ends the loop after the iteration in
         which this time is over.  ``retries=n``: where `fun`, `jac` or a Hessian product raises `EvaluationFailed`, it
         is called again for the same point, up to n times, on the same ranks: with ``reduction="sum"`` on those that
-        share the field, without `mesh` or with `samples` on this one, else on all.  It is the same on all ranks;
-        ``nfev`` counts points, not calls.
+        share the field, without `mesh` or with `samples` on this one, else on all.  The number n is the same on all
+        ranks; ``nfev`` counts points, not calls.
     mesh : Mesh, optional
         The ranks that minimise together.
     reduction : {None, "sum"}
@@ -142,9 +142,9 @@ def minimize(
         `OptimizationProblem` it is the mean).  ``fun(x, samples, *args)`` returns value and gradient summed over the
         samples whose numbers are in this int64 array; so do ``jac``, ``hess(x, samples, *args)`` and ``hessp(x,
         direction, samples, *args)``.  They are dealt out to the ranks by what they have cost, and again when ranks come
-        or go; a call gets one of them, or with more than 64 a 64th part; with fewer samples than ranks some ranks have
-        none to compute.  With a `Partition` they are dealt out evenly to the groups of ranks that share it: `fun`
-        returns the value that its group has, the same on all ranks of the group, or with ``reduction="sum"`` this
+        or go.  A call gets one of them, or with more than 64 a 64th part.  With fewer samples than ranks some ranks
+        have none to compute.  With a `Partition` they are dealt out evenly to the groups of ranks that share it.  `fun`
+        then returns the value that its group has, the same on all ranks of the group, or with ``reduction="sum"`` this
         rank's part of it.
     elastic : bool or mapping
         With a mesh: True, or a dictionary of the options ``min_workers``, ``max_workers``, ``folder``, ``discover``,

@@ -96,10 +96,11 @@ def augmented_lagrangian(
         To begin with.  Default: 10, or less, and at least 1, where the constraints at the start weigh more than the
         function: ``10 max(1, |f|) / max(1, |r|^2 / 2)``.
     gtol : float
-        It has converged where the largest element of the projected gradient of the Lagrangian is at most this,
+        Tolerance of the gradient: it has converged where the largest element of the projected gradient of the
+        Lagrangian is at most this, and the constraints are met to `ctol`.
     ctol : float
-        and no constraint is beyond a limit by more than this, nor both its multiplier and its distance from the limit
-        larger than this.
+        Tolerance of the constraints: none is beyond a limit by more than this, and of no constraint both the multiplier
+        and the distance from the limit are larger than this.
     maxiter : int
         The most minimisations.
     callback : callable, optional
@@ -110,11 +111,12 @@ def augmented_lagrangian(
     mesh : Mesh, optional
         The ranks that minimise together.
     reduction : {None, "sum"}
-        None: `fun`, `constraints` and `adjoint` return the same on all ranks.  ``"sum"``: `fun` its part of value and
-        gradient, as for `minimize`; `constraints` some of the constraints, on each rank others, any number, also none,
-        with `lower` and `upper` of these; and `adjoint` the product with their v, which is summed over the ranks.  With
-        an `x0` that is split over the tensor axis, or a `Partition`, `adjoint` returns this rank's part, as the
-        gradient: what the constraints of all ranks of its group contribute.  So it is for `hessp` and `forward`.
+        None: `fun`, `constraints` and `adjoint` return the same on all ranks.  ``"sum"``: each rank returns a part.
+        `fun` returns its part of value and gradient, as for `minimize`.  `constraints` returns some of the constraints,
+        on each rank others, any number, also none; `lower` and `upper` are of these.  `adjoint` returns the product
+        with their v, which is summed over the ranks.  With an `x0` that is split over the tensor axis, or a
+        `Partition`, `adjoint` returns this rank's part, as the gradient: what the constraints of all ranks of its group
+        contribute.  The same holds for `hessp` and `forward`.
     elastic : bool or mapping
         As for `minimize`: a run that outlives its ranks, with the bits of an undisturbed one.  Each rank computes the
         whole functions, for an `x0` that is whole on all; an error of `callback` is the end of its rank alone.

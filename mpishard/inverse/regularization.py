@@ -190,7 +190,7 @@ class RegularizationTerm(ABC):
 
         Raises
         ------
-        ValueError
+        ValueError, TypeError
             As for `value_and_gradient`.
         """
         cells = _Cells(self, x, self._field(x))

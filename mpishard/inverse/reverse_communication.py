@@ -81,7 +81,7 @@ class ReverseCommunication:
     ----------
     method : str or Method
         As for `minimize`.
-    x0 : array, FlatParameters, or dict, list or tuple of arrays
+    x0 : array, FlatParameters, Partition, or dict, list or tuple of arrays or of Partitions
         The start, as for `minimize`.  A FlatParameters is changed in place, others are copied.
     bounds : optional
         As for `minimize`.

@@ -97,8 +97,8 @@ def least_squares(
 
     There are two ways to find a step.  ``tr_solver="exact"`` is for few unknowns, which all ranks have, and Jacobians
     whose elements are known.  ``tr_solver="cg"`` is for many: a Gauss-Newton method whose steps come from conjugate
-    gradients with products of the Jacobian and its adjoint, in the loop of `minimize`, which divides its vectors over
-    the ranks, saves, resumes and outlives ranks.
+    gradients, by products of the Jacobian and its adjoint.  It runs in the loop of `minimize`, which divides its
+    vectors over the ranks, saves, resumes and outlives ranks.
 
     Parameters
     ----------
@@ -128,8 +128,9 @@ def least_squares(
         A trust region: reflective (``"exact"``) or with projected steps (``"cg"``).  Or the Levenberg-Marquardt
         algorithm of MINPACK, ``"exact"``, for the linear loss without bounds.
     ftol, xtol, gtol : float or None
-        It ends where a step decreases the cost by less than `ftol` of it; where a step is shorter than ``xtol * (xtol +
-        |x|)``; where the largest element of the gradient, with bounds scaled by the distance to them, is below `gtol`.
+        It ends where a step decreases the cost by less than `ftol` times the cost; where a step is shorter than
+        ``xtol * (xtol + |x|)``; where the largest element of the gradient, with bounds scaled by the distance to them,
+        is below `gtol`.
         For ``"lm"`` `xtol` is of the radius of the region, and `gtol` of the cosine between the residuals and columns
         of the Jacobian; for ``"cg"`` `xtol` is of the largest elements, and `gtol` of the projected gradient.  None:
         never.
@@ -143,16 +144,16 @@ def least_squares(
     diff_step : float, array or None
         Steps of finite differences, relative to x.
     tr_solver : {None, "exact", "cg", "lsmr"}
-        ``"lsmr"``, SciPy's other one, is ``"cg"``, and as there of no use with ``"lm"``.  None: ``"cg"`` where `jac`
-        returns sparse rows or an operator, or one of the arguments for it is given.
+        ``"lsmr"``, the name of SciPy's, means ``"cg"``; as there, it does not go with ``"lm"``.  None: ``"cg"`` where
+        `jac` returns sparse rows or an operator, or one of the arguments for it is given.
     tr_options : mapping, optional
         For ``"cg"``: ``forcing``, ``forcing_power``, ``maxcg``, ``initial_radius`` and ``max_radius`` of
         `TruncatedNewton`; ``forcing`` is 0.01 here.
     jac_sparsity : array or sparse matrix, optional
         For ``"cg"`` and finite differences: of the shape of this rank's rows of the Jacobian, not 0 where these may be.
-        Unknowns of which no residual on any rank depends on two move together; so `fun` is called for each group of
-        them, and ``jac`` of the result has sparse rows.  On a mesh ranks gather the places of these elements once.
-        Not with `samples`; a function as `jac` has no use for it.
+        Unknowns move together if no residual on any rank depends on two of them.  So `fun` is called for each group of
+        them, and ``jac`` of the result has sparse rows.  On a mesh ranks gather the places of these elements once.  Not
+        with `samples`; a function as `jac` has no use for it.
     max_nfev : int or None
         The most evaluations, not counting those for differences; None for 100 times the unknowns.
     verbose : {0, 1, 2}
@@ -180,10 +181,10 @@ def least_squares(
     Returns
     -------
     OptimizeResult
-        With ``x``; ``cost``, of all ranks; ``fun`` and ``jac``, the residuals and the Jacobian of this rank, for
-        ``"exact"`` weighted by the loss as SciPy's, with `samples` left out; ``grad``, ``optimality``, ``active_mask``
-        (of an array), ``nfev``, ``njev``, ``nit``, ``status``, ``message``, ``success``; for ``"cg"`` ``nhev``, the
-        number of products; ``loss`` and ``f_scale`` as given.  ``njev`` is ``nfev`` for ``"cg"``, which also needs the
+        With ``x``; ``cost``, of all ranks; ``fun`` and ``jac``, the residuals and the Jacobian of this rank (for
+        ``"exact"`` weighted by the loss, as SciPy's; not with `samples`); ``grad``, ``optimality``, ``active_mask`` (of
+        an array), ``nfev``, ``njev``, ``nit``, ``status``, ``message``, ``success``; for ``"cg"`` ``nhev``, the number
+        of products; ``loss`` and ``f_scale`` as given.  ``njev`` is ``nfev`` for ``"cg"``, which also needs the
         gradient of a trial.  `covariance` says how sure x is.
 
     Raises

@@ -20,16 +20,36 @@ _SLACK = 0.2  # by which an order may be too low
 
 @dataclass(frozen=True)
 class TaylorTest:
-    """The remainders of a Taylor series for a row of steps, and the order in which they fall."""
+    """The remainders of a Taylor series for a row of steps, and the order in which they fall.
 
-    name: str  # of the remainder
-    expected: int  # the order of the remainder if the terms are right
-    steps: tuple[float, ...]  # h, descending
-    remainders: tuple[float, ...]  # absolute, for each step; NaN or infinite outside of the function's domain
-    used: tuple[bool, ...]  # the remainder is in the fit of the order: one of the smallest that rounding does not hide
-    order: float  # the slope of the used remainders, in logarithms; NaN if rounding hides all of them
-    error: float  # the smallest remainder relative to the last term of the series
-    passed: bool  # the order is as expected, or the agreement as close as the precision of the values can show
+    Parameters
+    ----------
+    name : str
+        Of the remainder.
+    expected : int
+        The order of the remainder if the terms are right.
+    steps : tuple of float
+        h, descending.
+    remainders : tuple of float
+        Their absolute values, by step; NaN or infinite outside of the function's domain.
+    used : tuple of bool
+        Whether a remainder is in the fit of the order: one of the smallest that rounding does not hide.
+    order : float
+        The slope of the used remainders, in logarithms; NaN if rounding hides all of them.
+    error : float
+        The smallest remainder relative to the last term of the series.
+    passed : bool
+        Whether the order is as expected, or the agreement as close as the precision of the values can show.
+    """
+
+    name: str
+    expected: int
+    steps: tuple[float, ...]
+    remainders: tuple[float, ...]
+    used: tuple[bool, ...]
+    order: float
+    error: float
+    passed: bool
 
 
 def taylor_test(

@@ -536,9 +536,9 @@ def rule_of(
     Raises
     ------
     TypeError, ValueError
-        If it is no transformation, or what it does to an element depends on others or on the shape of the tensor, as
-        with clipping by norms, trust ratios and factored moments; or if it chooses tensors, and there is no tree; or if
-        it is ``optax.ema`` alone, and there is an `ema_decay`.
+        If it is no transformation; if what it does to an element depends on others or on the shape of the tensor, as
+        with clipping by norms, trust ratios and factored moments; if it chooses tensors, and there is no tree; or if it
+        is ``optax.ema`` alone, and there is an `ema_decay`.
     """
     chooser, text = chooser_in(transformation), _described(transformation, 0)
     options: dict[str, Any] = {"groups": groups, "ema_decay": ema_decay}

@@ -42,8 +42,8 @@ class ParameterSpec:
         The box of each tensor rank, a ``(start, stop)`` pair for each dimension, where the application has cut the
         tensor; every element is in one of them, and a box may be empty.  Default: not cut, or evenly by `tensor_dim`.
     packed : int
-        How many boxes in `parts` each tensor rank has, of a tensor into which as many are packed along one dimension,
-        as the weights of gates and of features: rank r has ``parts[r * packed : (r + 1) * packed]``, and stores them as
+        Of a tensor into which several are packed along one dimension, as the weights of gates and of features: how many
+        boxes in `parts` each tensor rank has.  Rank r has ``parts[r * packed : (r + 1) * packed]``, and stores them as
         one tensor, side by side along that dimension.
 
     Raises
@@ -51,8 +51,8 @@ class ParameterSpec:
     TypeError
         If an argument is not of the type above.
     ValueError
-        If the name is empty or cannot stand in a file, an extent or stage is negative, `slices` or `packed` is below 1,
-        there is no dimension `tensor_dim`, a split tensor is `partial`, `parts` leave an element out or have one twice,
+        If the name is empty or cannot stand in a file; an extent or stage is negative; `slices` or `packed` is below 1;
+        there is no dimension `tensor_dim`; a split tensor is `partial`; `parts` leave an element out or have one twice;
         or those of a `packed` tensor are cut along several dimensions.
     """
 

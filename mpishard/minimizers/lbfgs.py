@@ -43,8 +43,8 @@ class LBFGS(Method):
     history : int
         The number m of pairs of steps and changes of the gradient that are kept, at least 1.
     line_search : str or LineSearch
-        ``"more-thuente"`` (ftol 1e-3, gtol 0.9, xtol 0.1), ``"hager-zhang"``, or a line search with other options,
-        which then has its own `maxls`.
+        ``"more-thuente"`` (ftol 1e-3, gtol 0.9, xtol 0.1), ``"hager-zhang"``, or a line search with other options, such
+        as ``mpishard.minimizers.line_search.MoreThuente(ftol=1e-4)``, which then has its own `maxls`.
     maxls : int
         The most evaluations of a line search that is given by its name.
     damping : str

@@ -51,10 +51,10 @@ class LBFGSB(LBFGS):
     1. Where rounding leaves no Cholesky factor of the pairs, the oldest are dropped, not all.
     2. Breakpoints go into 32 bins, and the one where the model ceases to fall is divided again.  A minimum inside an
        earlier bin, at whose end the model falls again, is passed by.
-    3. Where an iteration that is cut short to less than half of its direction changes the value or the point by less
-       than `ftol` or `xtol`, while the projected gradient is above 10 gtol, it ends only if the next one is such, too.
-       And then the pairs are dropped, and it continues, if the projected gradient promises a decrease of 5 times what
-       `ftol` asks for.
+    3. An iteration may be cut short to less than half of its direction, and change the value or the point by less than
+       `ftol` or `xtol`, while the projected gradient is above 10 gtol.  Then the minimisation ends only if the next
+       iteration is such, too.  Even then the pairs are dropped, and it continues, if the projected gradient promises a
+       decrease of 5 times what `ftol` asks for.
 
     Parameters
     ----------
@@ -81,7 +81,6 @@ class LBFGSB(LBFGS):
         Weights, not negative, and references of terms ``weight |x - reference|`` that are added to the function: each a
         number, a flat array as long as the parameters, or by tensor name; None as reference: 0.  `minimize` makes it of
         each `mpishard.L1`.
-
     penalty : object or None
         What `minimize` makes of `mpishard.TotalVariation` and `mpishard.GroupL1`.  An iteration then minimises the
         model with these terms, by proximal steps, and the line search asks for a decrease alone (Lee, Sun and Saunders,

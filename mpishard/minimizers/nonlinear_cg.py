@@ -49,7 +49,7 @@ class NonlinearCG(Method):
         What is known of the elements: see `Method`.
     line_search : str or LineSearch
         ``"more-thuente"`` (ftol 1e-4, gtol 0.1), ``"hager-zhang"`` (epsilon 1e-12), or a line search with other
-        options, which then has its own `maxls`.
+        options, such as ``mpishard.minimizers.line_search.HagerZhang(sigma=0.5)``, which then has its own `maxls`.
     maxls : int
         The most evaluations of a line search that is given by its name.
     eta : float

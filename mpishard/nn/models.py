@@ -20,7 +20,7 @@ class GPT(Decoder):
     with the same arguments, and all of them get the same results.  With sharded parameters (ZeRO-3) they are collective
     over the data axis too: a rank without samples passes a batch of none, of shape (0, length).
 
-    With ``shards=S`` the model is defined by S slices of heads, hidden channels and vocabulary, and losses, gradients
+    With ``shards=S`` the model is defined by S slices of heads, hidden channels and vocabulary.  Then losses, gradients
     and logits have the same bits on any tensor size that divides S, also with sequence parallelism, if BLAS has equally
     many threads.  S divides `heads`.  With the default of 1 a tensor rank has one slice, and the bits depend on the
     tensor size.

@@ -263,9 +263,9 @@ def import_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, 
     Raises
     ------
     ValueError, TypeError, OSError
-        On all ranks, and then there is no model: for an unknown architecture, a config that asks for what models here
-        do not have, tensors that are missing, of another shape, or have no place, files that cannot be read, and
-        arguments or files that differ between ranks.
+        On all ranks, and then there is no model: if the architecture is unknown, or the config asks for what models
+        here do not have; if a tensor is missing, has another shape, or has no place; if a file cannot be read; or if
+        arguments or files differ between ranks.
     """
     world = Axis.single("world") if mesh is None else checked_mesh(mesh).world
     with opening(world, "import_pretrained") as same:

@@ -95,6 +95,11 @@ def constant(peak: float, *, warmup: int = 0) -> Schedule:
     -------
     Schedule
         A function of the step.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `Schedule`.
     """
     return Schedule("constant", peak, warmup=warmup)
 
@@ -113,6 +118,11 @@ def warmup(peak: float, steps: int) -> Schedule:
     -------
     Schedule
         A function of the step.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `Schedule`.
     """
     return Schedule("warmup", peak, warmup=steps)
 
@@ -135,6 +145,11 @@ def linear(peak: float, steps: int, *, warmup: int = 0, floor: float = 0.0) -> S
     -------
     Schedule
         A function of the step.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `Schedule`.
     """
     return Schedule("linear", peak, steps, warmup, floor)
 
@@ -157,6 +172,11 @@ def cosine(peak: float, steps: int, *, warmup: int = 0, floor: float = 0.0) -> S
     -------
     Schedule
         A function of the step.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `Schedule`.
     """
     return Schedule("cosine", peak, steps, warmup, floor)
 
@@ -177,5 +197,10 @@ def inverse_square_root(peak: float, *, warmup: int, floor: float = 0.0) -> Sche
     -------
     Schedule
         A function of the step.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `Schedule`.
     """
     return Schedule("inverse_square_root", peak, warmup=warmup, floor=floor)

@@ -157,7 +157,7 @@ class FlatParameters:
         ``numpy`` (default) or ``cupy``: where the buffers live.
     place : ModelParallelRank
         Decides which tensors, and which slices of them, this rank holds; default: all.
-    units : sequence of sequences of str
+    units : sequence of sequences of str, optional
         Names of consecutive tensors that are used together; under ZeRO-3 they are gathered together.  Default: all
         tensors are one unit.
     sharded_over : Axis, optional

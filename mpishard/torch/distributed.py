@@ -77,11 +77,11 @@ def as_distributed(
         ``ShardingConfiguration.create_for_high_bandwidth(mesh)`` with
         ``overlap_communication=False`` and ``minimum_parameter_group_size=2**21``.
     rule : Rule, torch.optim.Optimizer or ShardedOptimizer
-        Such as ``mpishard.AdamW(lr=1e-3)``, whose `lr` may be a schedule; or an optimizer of PyTorch that was made for
-        the parameters of the module: under ``zero=0`` it takes its own step on them; else on the rank's shards if it
-        treats each element by itself, or, if it treats each tensor by itself, with each on one rank; the learning rates
-        and other values are those that its parameter groups have then, as a scheduler sets them; or an optimizer of
-        this mesh with its options, such as
+        A rule such as ``mpishard.AdamW(lr=1e-3)``, whose `lr` may be a schedule.  Or an optimizer of PyTorch that was
+        made for the parameters of the module.  Under ``zero=0`` it takes its own step on them.  Else it takes its step
+        on the rank's shards if it treats each element by itself; if it treats each tensor by itself, each tensor is on
+        one rank for the step.  The learning rates and other values are those that its parameter groups have at the
+        step, as a scheduler sets them.  Or an optimizer of this mesh with its options, such as
         ``LocalSGDOptimizer(rule, mesh, outer=...)``.
     zero : int
         What ranks divide: 0 nothing (DDP), 1 the optimizer state, 2 the gradients too, 3 also the parameters.  Under 0
@@ -105,7 +105,7 @@ def as_distributed(
         tensors each rank reads its parts; their names are those in the module's ``state_dict``.  Or a function:
         ``materialize(layer)`` is called with each submodule that has its own parameters or buffers, when these
         have memory, and fills them in place, as ``lambda layer: layer.reset_parameters()``.  The values of rank 0 are
-        taken, and of one layer a rank has all parameters meanwhile.  After an error in it, the module is in no usable
+        taken.  Meanwhile a rank has all parameters of one layer.  After an error in it, the module is in no usable
         state.
     plan : mapping of str to str, tuple or ParallelStyle, "sequence" or "experts", optional
         Which layers the tensor ranks of the mesh divide: the style of each by its name, in which ``*`` is any part, as

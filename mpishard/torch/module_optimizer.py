@@ -87,8 +87,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
 
         Then layers may be frozen or not, added or moved, and `as_distributed` takes the module again, as for gradual
         unfreezing.  An optimizer that nobody holds any more is closed.  Calling it twice does nothing.  Under
-        ``zero=3``, and on tensor or pipeline ranks, the module has all parameters afterwards; it cannot be used if
-        nobody holds an optimizer that was not closed.
+        ``zero=3``, and on tensor or pipeline ranks, the module has all parameters afterwards; where an optimizer is
+        dropped without `close`, the module cannot be used.
 
         Collective under ``zero=3`` and on tensor or pipeline ranks, and if a backward pass outside of `no_sync` was
         made since the last step.
@@ -519,8 +519,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
         The state of an optimizer of PyTorch, as a run under DDP has saved it, is taken by one of the same name, in
         PyTorch or here, with the same groups of the same parameters.  It has no count of the steps of an SGD.
 
-        As PyTorch does, this gives the learning rates and other values of the saved parameter groups to those here: of
-        a torch optimizer, and of a rule where something had changed them; else the rule's own hold.  Load the state of
+        As in PyTorch, the learning rates and other values of the saved parameter groups replace those here for a torch
+        optimizer.  For a rule they do so where something had changed them; else the rule's own hold.  Load the state of
         a scheduler after this.
 
         Parameters

@@ -94,8 +94,8 @@ def problem(
         As for `mpishard.torch.as_distributed`, but for the plans "sequence" and "experts", which a problem does
         not take.
     stages, schedule, chunks, microbatches : sequence or mapping, str, int, int
-        As for `mpishard.torch.as_distributed`, on a mesh with pipeline ranks, where what a data rank computes at a
-        time, its share of a batch or `micro_batch_size` samples, is cut into `microbatches`.
+        As for `mpishard.torch.as_distributed`, on a mesh with pipeline ranks.  What a data rank computes at a time is
+        its share of a batch, or `micro_batch_size` samples; it is cut into `microbatches`.
     facts : mapping, optional
         As for `OptimizationProblem`.
     **options

@@ -123,9 +123,9 @@ class OptimizationProblem(Objective[P]):
 
         Raises
         ------
-        ValueError
-            If a `TokenData` has fewer samples, or they are too long for a model of `mpishard.nn`, or for a larger
-            vocabulary.
+        TypeError, ValueError
+            As for the class; if a `TokenData` has fewer samples than `samples`; or, for a model of `mpishard.nn`, if
+            the samples of the `TokenData` are longer than its context, or their vocabulary is larger.
         """
         architecture = fields_of(getattr(model, "architecture", None))
         own = {} if architecture is None else {MODEL: architecture}

@@ -63,10 +63,13 @@ def save_checkpoint(
     Raises
     ------
     OSError
-        On every rank, if the disk fails or is full.  Earlier checkpoints stay complete, and memory is unchanged except
-        by `OptimizerState.consolidate`.
+        On every rank, if the disk fails or is full.  Earlier checkpoints stay complete, and memory is unchanged, except
+        that workers of `LocalSGDOptimizer`, and the errors of compression, have been brought to one state.
+    FloatingPointError
+        On every rank, if a worker of `LocalSGDOptimizer` had a NaN or infinite gradient that no step has raised yet.
     ValueError, TypeError
-        On every rank, if the parameters or facts of any rank are invalid, or parameters differ between ranks.
+        On every rank, if an argument of any rank is invalid, or arguments or parameters differ between ranks; on this
+        rank, if `optimizer` is none.
     """
     if not isinstance(optimizer, ShardedOptimizer):
         raise TypeError(

@@ -364,6 +364,8 @@ def simulate(
     ------
     ValueError
         If the schedule deadlocks, a time is negative or not finite, or a sequence has not one time per virtual stage.
+    TypeError
+        If a time is neither a number nor a sequence of numbers.
     """
     check_deadlock_free(schedule)
     kinds = {"forward": "F", "backward": "B", "input_gradient": "I", "weight_gradient": "W"}
