@@ -412,3 +412,12 @@ def test_on_one_rank(optax, capfd, monkeypatch):
         assert optimizer.step({"w": jnp.ones(3)})["w"].tolist() == [0.5] * 3
         assert optimizer.step({"w": np.ones(3, "f")}, count=2)["w"].tolist() == [0.25] * 3
     assert (xla_threads() or 0) > 0
+
+
+def test_a_gradient_is_checked_after_a_run_with_a_loss_scale():
+    data = np.random.default_rng(0).standard_normal((8, 3)).astype("f")
+    made = problem(W, jax.value_and_grad(squares), lambda samples: (data[samples],), 8, 8, steps=1)
+    with mpishard.Mesh() as mesh:
+        config = ShardingConfiguration(mesh, loss_scale=8.0)
+        mpishard.DDPOptimizer(mpishard.SGD(lr=0.01), config).optimize(made, progress=False)
+    assert mpishard.check_gradient(made, disp=False)
