@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -421,3 +424,12 @@ def test_a_gradient_is_checked_after_a_run_with_a_loss_scale():
         config = ShardingConfiguration(mesh, loss_scale=8.0)
         mpishard.DDPOptimizer(mpishard.SGD(lr=0.01), config).optimize(made, progress=False)
     assert mpishard.check_gradient(made, disp=False)
+
+
+def test_a_tree_of_numpy_knows_the_threads_of_the_first_array_of_jax():
+    """A checkpoint that said "unknown" was refused by a run that had made an array before."""
+    made = "TreeState(TreeLeaves.of({'w': np.ones(3, 'f')}))"
+    script = f"import numpy as np; from mpishard.jax.tree import *; print({made}.arithmetic['XLA threads'])"
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, check=True)
+    assert int(done.stdout) > 0
