@@ -241,8 +241,9 @@ def _runs(transformation: Any) -> tuple[Any, Any, list[Any]]:
         """A matrix and a vector, but for what knows its tree."""
         return values if hasattr(transformation, "path") else {"a": values[:6].reshape(2, 3), "b": values[6:]}
 
-    alone, state = run(start[:, None], list(slopes[:, :, None]), jax.vmap)
-    together, _ = run(cut(start), [cut(slope) for slope in slopes], lambda function: function)
+    with jax.debug_nans(False), jax.debug_infs(False):  # settings of the user's, for gradients of the user's
+        alone, state = run(start[:, None], list(slopes[:, :, None]), jax.vmap)
+        together, _ = run(cut(start), [cut(slope) for slope in slopes], lambda function: function)
     return alone, together, jax.tree.leaves(state)
 
 

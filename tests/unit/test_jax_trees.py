@@ -433,3 +433,8 @@ def test_a_tree_of_numpy_knows_the_threads_of_the_first_array_of_jax():
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, check=True)
     assert int(done.stdout) > 0
+
+
+def test_a_transformation_is_taken_where_jax_raises_for_nan(optax):
+    with jax.debug_nans(True), jax.debug_infs(True):
+        assert rule_of(optax.adam(0.1)).slots == ("mu", "nu")
