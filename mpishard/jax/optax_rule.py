@@ -26,6 +26,7 @@ Array = Any
 
 _LENGTH = 509
 _PRIMITIVE = re.compile(r"= (\w+)")
+_OPERAND = re.compile(r" (-?(?:\d[\w.+-]*|inf|nan|True|False)):\w+\[\]")  # a number that the text shows
 # They differ with the number of dimensions alone.
 _OF_SHAPES = ("broadcast_in_dim", "jit", "pjit", "reshape", "squeeze")
 
@@ -42,6 +43,7 @@ class OfLeaf:
         self._structure = leaves.structure
         self._number = list(leaves.named).index(name)
         self._shape = tuple(leaves.named[name].shape)
+        self._flat_shape = (*(1,) * (len(self._shape) - 1), _LENGTH)
         self.path: tuple[Any, ...] = jax.tree_util.tree_flatten_with_path(self._tree(0.0))[0][0][0]
 
     def init(self, values: Any) -> Any:
@@ -57,15 +59,12 @@ class OfLeaf:
     @property
     def program(self) -> str:
         """The first step as a text, which is the same for leaves that are treated equally."""
-        traced = self._traced((*(1,) * (len(self._shape) - 1), _LENGTH))
+        traced = self._traced(self._flat_shape)
         return ADDRESS.sub("", f"{traced} {[_numbers(each).tolist() for each in _constants(traced)]}")
 
     def check(self, name: str) -> None:
         """Raise ValueError if the step depends on the shape of the leaf."""
-        flat, whole = (
-            Counter(each for each in _PRIMITIVE.findall(program) if each not in _OF_SHAPES)
-            for program in (self.program, str(self._traced(self._shape)))
-        )
+        flat, whole = map(_operations, (self._traced(self._flat_shape), self._traced(self._shape)))
         if flat != whole:
             raise ValueError(
                 f"what optax does to {name!r} depends on its shape {self._shape}, and cannot be divided over ranks"
@@ -95,6 +94,13 @@ def _constants(traced: Any) -> Iterator[Any]:
         for each in jax.tree.leaves(list(equation.params.values())):
             if hasattr(each, "eqns"):
                 yield from _constants(each)
+
+
+def _operations(traced: Any) -> tuple[Counter[str], set[Any]]:
+    """What a program does to arrays of any shape: how often each primitive comes, and the numbers that it is given."""
+    text, constants = str(traced), [each for each in _constants(traced) if each.size == 1]
+    counts = Counter(each for each in _PRIMITIVE.findall(text) if each not in _OF_SHAPES)
+    return counts, {*_OPERAND.findall(text), *(_numbers(each).item() for each in constants)}
 
 
 def equal_leaves(transformation: Any, leaves: TreeLeaves) -> Mapping[str, Sequence[str]]:
