@@ -161,6 +161,20 @@ def chooser_in(transformation: Any) -> str:
     return next((name for name in _names(transformation) if name in _CHOICES), "")
 
 
+def chooses_leaves(transformation: Any, leaves: TreeLeaves) -> bool:
+    """Return True if a step treats leaves of equal values in different ways, as by their paths."""
+    values = [np.ones((*(1,) * (len(leaf.shape) - 1), 2), np.float32) for leaf in leaves.named.values()]
+    tree = jax.tree.unflatten(leaves.structure, values)
+    try:
+        state, found = transformation.init(tree), []
+        for _ in range(2):  # a learning rate may begin at 0
+            updates, state = transformation.update(tree, state, tree)
+            found.append([np.reshape(each, -1) for each in jax.tree.leaves(updates)])
+    except Exception:  # `checked` says why
+        return False
+    return not all(np.array_equal(step[0], each, equal_nan=True) for step in found for each in step)
+
+
 def checked(transformation: Any, whole: Any = None) -> Kept:
     """The state of an element-wise transformation, the same for arrays of any size.
 
@@ -548,17 +562,17 @@ def rule_of(
         it is ``optax.ema`` alone, and there is an `ema_decay`.
     """
     chooser, text = chooser_in(transformation), _described(transformation, 0)
+    leaves = None if tree is None else TreeLeaves.of(tree)
     options: dict[str, Any] = {"groups": groups, "ema_decay": ema_decay}
-    if not chooser:
+    if not chooser and not (leaves is not None and chooses_leaves(transformation, leaves)):
         steps = CompiledSteps(transformation)
         if ema_decay is not None and "ema" in steps.kept.slots:
             raise ValueError(
                 "optax.ema alone keeps 'ema', and so does ema_decay: take it in a chain, optax.chain(optax.ema(...))"
             )
         return OptaxRule(1.0, text, tuple(steps.kept.slots), steps, **options)
-    if tree is None:
+    if leaves is None:
         raise ValueError(f"optax's {chooser} chooses tensors: give the tree too, rule_of(transformation, tree=tree)")
-    leaves = TreeLeaves.of(tree)
     by_name: dict[str, CompiledSteps] = {}
     for first, names in equal_leaves(transformation, leaves).items():
         by_name |= dict.fromkeys(names, CompiledSteps(OfLeaf(transformation, leaves, first), transformation))

@@ -358,6 +358,9 @@ def test_transformations_that_are_no_rules(tree, name, optax):
 
 
 def masks(optax):
+    def by_path(p):
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: "scale" not in jax.tree_util.keystr(path), p)
+
     def weights(p):
         return jax.tree.map(lambda leaf: leaf.ndim != 1, p)
 
@@ -365,13 +368,14 @@ def masks(optax):
     moments = optax.sgd(optax.linear_schedule(0.1, 0, 9), momentum=0.9)
     return {
         "callable": optax.adamw(0.1, weight_decay=0.5, mask=weights),
+        "injected": optax.inject_hyperparams(optax.adamw, "mask")(0.1, weight_decay=0.5, mask=by_path),
         "tree": optax.masked(optax.adam(0.1), {"layers": [{"w": False, "b": True}], "scale": True, "none": None}),
         "partition": optax.partition({"a": moments, "b": optax.adam(0.2)}, labels),
         "rates of JAX": optax.partition({"a": optax.sgd(jnp.float32(0.1)), "b": optax.sgd(jnp.float32(0.2))}, labels),
     }
 
 
-@pytest.mark.parametrize("name", ["callable", "tree", "partition", "rates of JAX"])
+@pytest.mark.parametrize("name", ["callable", "injected", "tree", "partition", "rates of JAX"])
 def test_masks_choose_tensors(name, optax):
     transformation, wanted = masks(optax)[name], jax.tree.map(jnp.asarray, tree())
     theirs, update = transformation.init(wanted), jax.jit(transformation.update)
