@@ -109,7 +109,7 @@ def _part_of_problem(problem: OptimizationProblem[Any], mesh: Mesh | None, sampl
                 gradient = point.gradients.flat
             else:
                 loss += returned(problem.function(point.flat, micro, gradient))
-        gradient = arrays.to_host(gradient) / terms
+        gradient = arrays.to_host(gradient) / (terms * point.loss_scale)
         point.reset_gradients()
         return loss / terms, gradient
 

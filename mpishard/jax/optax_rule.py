@@ -26,6 +26,7 @@ Array = Any
 
 _LENGTH = 509
 _PRIMITIVE = re.compile(r"= (\w+)")
+_OPERAND = re.compile(r" (-?(?:\d[\w.+-]*|inf|nan|True|False)):\w+\[\]")  # a number that the text shows
 # They differ with the number of dimensions alone.
 _OF_SHAPES = ("broadcast_in_dim", "jit", "pjit", "reshape", "squeeze")
 
@@ -42,6 +43,7 @@ class OfLeaf:
         self._structure = leaves.structure
         self._number = list(leaves.named).index(name)
         self._shape = tuple(leaves.named[name].shape)
+        self._flat_shape = (*(1,) * (len(self._shape) - 1), _LENGTH)
         self.path: tuple[Any, ...] = jax.tree_util.tree_flatten_with_path(self._tree(0.0))[0][0][0]
 
     def init(self, values: Any) -> Any:
@@ -57,15 +59,12 @@ class OfLeaf:
     @property
     def program(self) -> str:
         """The first step as a text, which is the same for leaves that are treated equally."""
-        traced = self._traced((*(1,) * (len(self._shape) - 1), _LENGTH))
+        traced = self._traced(self._flat_shape)
         return ADDRESS.sub("", f"{traced} {[_numbers(each).tolist() for each in _constants(traced)]}")
 
     def check(self, name: str) -> None:
         """Raise ValueError if the step depends on the shape of the leaf."""
-        flat, whole = (
-            Counter(each for each in _PRIMITIVE.findall(program) if each not in _OF_SHAPES)
-            for program in (self.program, str(self._traced(self._shape)))
-        )
+        flat, whole = map(_operations, (self._traced(self._flat_shape), self._traced(self._shape)))
         if flat != whole:
             raise ValueError(
                 f"what optax does to {name!r} depends on its shape {self._shape}, and cannot be divided over ranks"
@@ -95,6 +94,13 @@ def _constants(traced: Any) -> Iterator[Any]:
         for each in jax.tree.leaves(list(equation.params.values())):
             if hasattr(each, "eqns"):
                 yield from _constants(each)
+
+
+def _operations(traced: Any) -> tuple[Counter[str], set[Any]]:
+    """What a program does to arrays of any shape: how often each primitive comes, and the numbers that it is given."""
+    text, constants = str(traced), [each for each in _constants(traced) if each.size == 1]
+    counts = Counter(each for each in _PRIMITIVE.findall(text) if each not in _OF_SHAPES)
+    return counts, {*_OPERAND.findall(text), *(_numbers(each).item() for each in constants)}
 
 
 def equal_leaves(transformation: Any, leaves: TreeLeaves) -> Mapping[str, Sequence[str]]:
@@ -153,6 +159,20 @@ def chooser_in(transformation: Any) -> str:
         got = f"the function {transformation.__name__}" if is_function else f"a {type(transformation).__name__}"
         raise TypeError(f"rule_of needs a transformation such as optax.adamw(1e-3), got {got}")
     return next((name for name in _names(transformation) if name in _CHOICES), "")
+
+
+def chooses_leaves(transformation: Any, leaves: TreeLeaves) -> bool:
+    """Return True if a step treats leaves of equal values in different ways, as by their paths."""
+    values = [np.ones((*(1,) * (len(leaf.shape) - 1), 2), np.float32) for leaf in leaves.named.values()]
+    tree = jax.tree.unflatten(leaves.structure, values)
+    try:
+        state, found = transformation.init(tree), []
+        for _ in range(2):  # a learning rate may begin at 0
+            updates, state = transformation.update(tree, state, tree)
+            found.append([np.reshape(each, -1) for each in jax.tree.leaves(updates)])
+    except Exception:  # `checked` says why
+        return False
+    return not all(np.array_equal(step[0], each, equal_nan=True) for step in found for each in step)
 
 
 def checked(transformation: Any, whole: Any = None) -> Kept:
@@ -241,8 +261,9 @@ def _runs(transformation: Any) -> tuple[Any, Any, list[Any]]:
         """A matrix and a vector, but for what knows its tree."""
         return values if hasattr(transformation, "path") else {"a": values[:6].reshape(2, 3), "b": values[6:]}
 
-    alone, state = run(start[:, None], list(slopes[:, :, None]), jax.vmap)
-    together, _ = run(cut(start), [cut(slope) for slope in slopes], lambda function: function)
+    with jax.debug_nans(False), jax.debug_infs(False):  # settings of the user's, for gradients of the user's
+        alone, state = run(start[:, None], list(slopes[:, :, None]), jax.vmap)
+        together, _ = run(cut(start), [cut(slope) for slope in slopes], lambda function: function)
     return alone, together, jax.tree.leaves(state)
 
 
@@ -541,17 +562,17 @@ def rule_of(
         is ``optax.ema`` alone, and there is an `ema_decay`.
     """
     chooser, text = chooser_in(transformation), _described(transformation, 0)
+    leaves = None if tree is None else TreeLeaves.of(tree)
     options: dict[str, Any] = {"groups": groups, "ema_decay": ema_decay}
-    if not chooser:
+    if not chooser and not (leaves is not None and chooses_leaves(transformation, leaves)):
         steps = CompiledSteps(transformation)
         if ema_decay is not None and "ema" in steps.kept.slots:
             raise ValueError(
                 "optax.ema alone keeps 'ema', and so does ema_decay: take it in a chain, optax.chain(optax.ema(...))"
             )
         return OptaxRule(1.0, text, tuple(steps.kept.slots), steps, **options)
-    if tree is None:
+    if leaves is None:
         raise ValueError(f"optax's {chooser} chooses tensors: give the tree too, rule_of(transformation, tree=tree)")
-    leaves = TreeLeaves.of(tree)
     by_name: dict[str, CompiledSteps] = {}
     for first, names in equal_leaves(transformation, leaves).items():
         by_name |= dict.fromkeys(names, CompiledSteps(OfLeaf(transformation, leaves, first), transformation))

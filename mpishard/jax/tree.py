@@ -263,6 +263,7 @@ class TreeState(CarriedState):
     @property
     def arithmetic(self) -> dict[str, str]:
         """The version of JAX, and the threads that decide where XLA cuts a product."""
+        jax.devices()  # which makes the threads, if there was no array of JAX yet: a tree may be of NumPy
         return {"JAX": jax.__version__, "XLA threads": str(xla_threads() or "unknown")}
 
     def check_intact(self) -> None:

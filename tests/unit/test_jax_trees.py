@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -307,6 +310,14 @@ def over_its_size(tree):
     return jax.tree.map(lambda leaf: leaf.shape[0] > 1, tree)
 
 
+def by_extent(tree):
+    return jax.tree.map(lambda leaf: "a" if leaf.shape[-1] == 3 else "b", tree)
+
+
+def rates(optax, kind):
+    return {name: optax.sgd(kind(rate)) for name, rate in (("a", 0.1), ("b", 0.2))}
+
+
 def with_a_key(key):
     return lambda updates, params: jax.tree.map(lambda each: each * jax.random.normal(key, each.shape), updates)
 
@@ -332,6 +343,8 @@ REFUSED_WITH_A_TREE = {
     "lamb": (lambda optax: optax.masked(optax.lamb(0.1), {"w": True}), ValueError, "mpishard.LAMB has trust ratios"),
     "shape": (lambda optax: optax.adamw(0.1, mask=over_its_size), ValueError, r"'w' depends on its shape \(2, 3\)"),
     "muon": (lambda optax: optax.contrib.muon(0.1), ValueError, "muon.* cannot be divided|depends on its shape"),
+    "rates": (lambda optax: optax.partition(rates(optax, float), by_extent), ValueError, "'w' depends on its shape"),
+    "of JAX": (lambda optax: optax.partition(rates(optax, jnp.float32), by_extent), ValueError, "'w' depends on its"),
 }
 
 
@@ -345,6 +358,9 @@ def test_transformations_that_are_no_rules(tree, name, optax):
 
 
 def masks(optax):
+    def by_path(p):
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: "scale" not in jax.tree_util.keystr(path), p)
+
     def weights(p):
         return jax.tree.map(lambda leaf: leaf.ndim != 1, p)
 
@@ -352,13 +368,14 @@ def masks(optax):
     moments = optax.sgd(optax.linear_schedule(0.1, 0, 9), momentum=0.9)
     return {
         "callable": optax.adamw(0.1, weight_decay=0.5, mask=weights),
+        "injected": optax.inject_hyperparams(optax.adamw, "mask")(0.1, weight_decay=0.5, mask=by_path),
         "tree": optax.masked(optax.adam(0.1), {"layers": [{"w": False, "b": True}], "scale": True, "none": None}),
         "partition": optax.partition({"a": moments, "b": optax.adam(0.2)}, labels),
         "rates of JAX": optax.partition({"a": optax.sgd(jnp.float32(0.1)), "b": optax.sgd(jnp.float32(0.2))}, labels),
     }
 
 
-@pytest.mark.parametrize("name", ["callable", "tree", "partition", "rates of JAX"])
+@pytest.mark.parametrize("name", ["callable", "injected", "tree", "partition", "rates of JAX"])
 def test_masks_choose_tensors(name, optax):
     transformation, wanted = masks(optax)[name], jax.tree.map(jnp.asarray, tree())
     theirs, update = transformation.init(wanted), jax.jit(transformation.update)
@@ -412,3 +429,26 @@ def test_on_one_rank(optax, capfd, monkeypatch):
         assert optimizer.step({"w": jnp.ones(3)})["w"].tolist() == [0.5] * 3
         assert optimizer.step({"w": np.ones(3, "f")}, count=2)["w"].tolist() == [0.25] * 3
     assert (xla_threads() or 0) > 0
+
+
+def test_a_tree_of_numpy_knows_the_threads_of_the_first_array_of_jax():
+    """A checkpoint that said "unknown" was refused by a run that had made an array before."""
+    made = "TreeState(TreeLeaves.of({'w': np.ones(3, 'f')}))"
+    script = f"import numpy as np; from mpishard.jax.tree import *; print({made}.arithmetic['XLA threads'])"
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, check=True)
+    assert int(done.stdout) > 0
+
+
+def test_a_gradient_is_checked_after_a_run_with_a_loss_scale():
+    data = np.random.default_rng(0).standard_normal((8, 3)).astype("f")
+    made = problem(W, jax.value_and_grad(squares), lambda samples: (data[samples],), 8, 8, steps=1)
+    with mpishard.Mesh() as mesh:
+        config = ShardingConfiguration(mesh, loss_scale=8.0)
+        mpishard.DDPOptimizer(mpishard.SGD(lr=0.01), config).optimize(made, progress=False)
+    assert mpishard.check_gradient(made, disp=False)
+
+
+def test_a_transformation_is_taken_where_jax_raises_for_nan(optax):
+    with jax.debug_nans(True), jax.debug_infs(True):
+        assert rule_of(optax.adam(0.1)).slots == ("mu", "nu")
