@@ -298,7 +298,7 @@ def _products_of_lagrangian(
     functions = Functions(fun, further["jac"], second["hessp"], args, second["hess"])
 
     def hessp(x: Any, direction: Any, y: Any, *args: Any) -> Any:
-        product = unknowns.vector("the Hessian product", functions.product(copy_of_point(x), direction))
+        product = unknowns.vector("the Hessian product", functions.product(copy_of_point(x), copy_of_point(direction)))
         return unknowns.like_x0(product - constraints.hessian_product(x, direction, y))
 
     return {"hessp": hessp, "forward": constraints.forward}
