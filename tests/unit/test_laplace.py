@@ -229,6 +229,14 @@ def test_operators_may_share_an_array():
     assert np.allclose(found.samples(2), expected.samples(2))
 
 
+def test_a_prior_keeps_its_numbers():
+    variance = np.ones(3)
+    priors = DiagonalPrior(variance, mean=variance), OperatorPrior(abs, abs, variance=variance, mean=variance)
+    variance[:] = 4
+    for prior in priors:
+        assert prior.mean.tolist() == prior.variance().tolist() == [1, 1, 1]
+
+
 def test_trees_and_named_fields():
     variance = np.concatenate([np.full(10, 2.0), np.linspace(1, 2, 10), np.repeat(np.linspace(1, 3, 10), 2)])
     expected = laplace(POINT, linear, DiagonalPrior(variance, mean=1.0), rank=5)
