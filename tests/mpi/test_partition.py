@@ -1217,3 +1217,12 @@ def test_the_group_of_a_rank_that_fails_tries_again_together(comm):
         expected = minimize(Misfit(NUMBERS), np.zeros(SIZE), **options(NUMBERS), options={"maxiter": 5})
         assert np.array_equal(whole(mesh.tensor.comm, found.x, numbers), expected.x)
         assert found.message == expected.message
+
+
+def test_two_values_of_a_rank_have_arrays_of_bounds_as_any_number_of_them(comm):
+    """And not a pair for each, as two unknowns of SciPy."""
+    with mpishard.Mesh(tensor=comm.size) as mesh:
+        sides = np.array([0.0, 1.0]), np.array([2.0, 4.0])
+        start = Partition(np.zeros(2), mesh)
+        found = minimize(lambda x: (0.5 * ((x - 3) ** 2).sum(), x - 3), start, mesh=mesh, reduction="sum", bounds=sides)
+        assert np.allclose(found.x, [2, 3], atol=1e-5)
