@@ -1226,3 +1226,12 @@ def test_two_values_of_a_rank_have_arrays_of_bounds_as_any_number_of_them(comm):
         start = Partition(np.zeros(2), mesh)
         found = minimize(lambda x: (0.5 * ((x - 3) ** 2).sum(), x - 3), start, mesh=mesh, reduction="sum", bounds=sides)
         assert np.allclose(found.x, [2, 3], atol=1e-5)
+
+
+def test_the_values_of_a_start_may_be_others_later(comm):
+    with mpishard.Mesh(tensor=comm.size) as mesh:
+        numbers, how = numbers_of("ids", mesh.rank, mesh.size)
+        start = Partition(np.zeros(numbers.shape), mesh, **how)
+        start.local[...] = WANTED[numbers]
+        found = minimize(Misfit(numbers, mesh), start, mesh=mesh, reduction="sum")
+        assert found.nit == 0 and np.array_equal(found.x, WANTED[numbers])
