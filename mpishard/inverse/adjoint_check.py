@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -119,11 +120,16 @@ def check_adjoint(
             is_single = is_single or getattr(found, "dtype", None) == np.float32
             results.append(_flat(found))
     one, other = (_flat(vector) for vector in vectors)
+    top = float(abs(results[0]).max(initial=0.0))
+    (top,) = axis.all_reduce(np.array([top if math.isfinite(top) else math.inf]), op="max", label="control").tolist()
+    exponent = math.frexp(top)[1] if math.isfinite(top) else 0  # of 0 is 0
+    results = [np.ldexp(each, -exponent) for each in results]  # squares of large and small numbers are none
     sums = [results[0] @ other, one @ results[1], results[0] @ results[0], other @ other, is_single]
     there, back, square, other_square, singles = axis.all_reduce(np.array(sums), label="control").tolist()
     limit = (1e-4 if singles else 1e-12) if limit is None else limit
     size = (square * other_square) ** 0.5
     error = abs(there - back) / size if size else float(there != back)
+    there, back = (float(np.ldexp(each, exponent)) for each in (there, back))
     check = AdjointCheck(bool(error <= limit), float(error), there, back)
     if disp and axis.rank == 0:
         terminal.show(str(check))
@@ -150,4 +156,4 @@ def _check_real(name: str, values: Any) -> None:
 
 def _flat(values: Array) -> np.ndarray:
     """An array as a float64 vector on the host."""
-    return np.asarray(arrays.to_host(values), np.float64).reshape(-1)
+    return np.array(arrays.to_host(values), np.float64).reshape(-1)  # the next function may write into the same array

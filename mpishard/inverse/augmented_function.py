@@ -236,8 +236,8 @@ class AugmentedFunction:
         assert given.hessp is not None and given.forward is not None and self.best is not None
         _, multipliers = self._terms(self.best.constr)
         with raised_on_all(self._meeting):
-            found = given.hessp(copy_of_point(x), direction, multipliers, *self._args)
-            product = unknowns.vector("the product of hessp", found)
+            found = given.hessp(copy_of_point(x), copy_of_point(direction), multipliers.copy(), *self._args)
+            product = unknowns.vector("the product of hessp", found).copy()  # adjoint may write into the same array
         with raised_on_all(self._meeting):
             along = reals("forward must return", given.forward(copy_of_point(x), direction, *self._args))
             if along.size != multipliers.size:

@@ -191,10 +191,10 @@ class ElasticMinimization(MinimizingRanks):
         self, parameters: FlatParameters, direction: FlatParameters, samples: np.ndarray, products: Any
     ) -> None:
         """The product of the problem."""
-        along = self._unknowns.like_x0(self._unknowns.as_given(direction.flat.copy()))
+        along = self._unknowns.as_given(direction.flat)
 
         def product(x: Any, *these: np.ndarray) -> tuple[float, Any]:
-            return 0.0, self._functions.product(x, along, *these)
+            return 0.0, self._functions.product(x, self._unknowns.like_x0(along.copy()), *these)
 
         self._add("the Hessian product", product, samples, products)
 
@@ -276,7 +276,7 @@ class ElasticMinimization(MinimizingRanks):
         order of the parts.
         """
         unknowns, data, count = self._unknowns, self.mesh.data, self._samples
-        along = unknowns.like_x0(self.gather(direction).copy())
+        along = self.gather(direction)
         parts: list[tuple[np.ndarray, ...]] = [()]  # as arguments; all ranks compute a whole function
         if count is not None:
             parts = [(samples,) for samples in micro_batches(np.arange(count), -(-count // _CALLS))]
@@ -287,7 +287,7 @@ class ElasticMinimization(MinimizingRanks):
                 if not part or number % data.size == data.rank:
 
                     def call(part: tuple[np.ndarray, ...] = part) -> Array:
-                        found = self._functions.product(copy_of_point(x), along, *part)
+                        found = self._functions.product(copy_of_point(x), unknowns.like_x0(along.copy()), *part)
                         return unknowns.vector("the Hessian product", found)
 
                     attempt = self._attempts(call)

@@ -298,8 +298,8 @@ def _labels(groups: Any, field: FieldOfTerm) -> np.ndarray:
     try:
         found = np.asarray(groups)
     except ValueError:  # lists of different lengths
-        found = np.zeros(0)
-    if found.dtype.kind not in "iu":
+        found = np.zeros(1)
+    if found.dtype.kind not in "iu" and found.size:
         raise TypeError(f"GroupL1: groups={shown(groups)} must be whole numbers")
     if found.shape not in (field.local_shape, (field.size,)):
         raise ValueError(f"GroupL1: groups have the shape {found.shape}, but the array {field.local_shape}")

@@ -99,6 +99,7 @@ class MeshRanks(MinimizingRanks):
         self.parameters = parameters
         start = f"{parameters.description} ({parameters.fingerprint:x})"
         self.optimizer.settings.agree({"x0": start, "reduction": str(reduction)})
+        unknowns.take(unknowns.given)  # those of a Partition with ids may have changed since it was made
         warn_if_initial_parameters_differ(mesh, parameters)
         self._strategy = self.optimizer.bind(parameters)
         self._comparison = Comparison(mesh, parameters, self._sums)

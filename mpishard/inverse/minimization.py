@@ -102,8 +102,9 @@ def minimize(
     bounds : optional
         A pair ``(lower, upper)`` for each element, with None for no bound; ``scipy.optimize.Bounds``; one such pair of
         numbers or arrays for all elements; or by tensor name.  Two pairs for two elements are one for each, as for
-        SciPy, also where they are arrays: those of all lower and all upper bounds go into ``Bounds`` there.  A start
-        outside of its bounds is moved to the nearest bound, and a message says so.
+        SciPy, also where they are arrays: those of all lower and all upper bounds go into ``Bounds`` there.  With a
+        `Partition` two arrays are always those.  A start outside of its bounds is moved to the nearest bound, and a
+        message says so.
     constraints : optional
         ``scipy.optimize.NonlinearConstraint`` or ``LinearConstraint``, a dictionary as SciPy's with ``type``, ``fun``,
         ``jac`` and ``args``, or a list of these: with them `augmented_lagrangian` minimises, and the result is its own.
@@ -298,7 +299,7 @@ def _products_of_lagrangian(
     functions = Functions(fun, further["jac"], second["hessp"], args, second["hess"])
 
     def hessp(x: Any, direction: Any, y: Any, *args: Any) -> Any:
-        product = unknowns.vector("the Hessian product", functions.product(copy_of_point(x), direction))
+        product = unknowns.vector("the Hessian product", functions.product(copy_of_point(x), copy_of_point(direction)))
         return unknowns.like_x0(product - constraints.hessian_product(x, direction, y))
 
     return {"hessp": hessp, "forward": constraints.forward}

@@ -53,13 +53,13 @@ class OwnRows:
     def times(self, vector: Array) -> Array:
         if self.sparse is not None:
             return self.sparse.times(np.ascontiguousarray(vector, np.float64))
-        return self._checked("matvec", self._matrix.matvec(vector), self._rows)
+        return self._checked("matvec", self._matrix.matvec(vector.copy()), self._rows)  # which may change it
 
     def adjoint_terms(self, factors: Array) -> tuple[SparseRows, Array]:
         """Rows and their factors whose sum is the adjoint times `factors`; of an operator one row, its own sum."""
         if self.sparse is not None:
             return self.sparse, np.ascontiguousarray(factors)
-        found = self._checked("rmatvec", self._matrix.rmatvec(factors), self._columns)
+        found = self._checked("rmatvec", self._matrix.rmatvec(factors.copy()), self._columns)
         return SparseRows.of(found.reshape(1, -1)), np.ones(1)
 
     def _checked(self, name: str, found: Any, size: int) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from numbers import Real
@@ -154,8 +155,7 @@ class DiagonalPrior(Prior):
     def __init__(self, variance: Any, mean: Any = None) -> None:
         if isinstance(variance, Real) or variance is None:
             variance = number("variance", variance, above=0)
-        self._variance = variance
-        self.mean = mean
+        self._variance, self.mean = copy.deepcopy((variance, mean))  # the user may go on with these arrays
 
     def precision(self, vector: Any) -> Any:
         return self._times(vector, np.reciprocal)
@@ -224,7 +224,7 @@ class OperatorPrior(Prior):
             if not (callable(function) or (name == "factor" and function is None)):
                 raise TypeError(f"OperatorPrior: {name}={shown(function)} must be a function of a vector")
         self._precision, self._solve, self._factor = precision, solve, factor
-        self._variance, self.mean = variance, mean
+        self._variance, self.mean = copy.deepcopy((variance, mean))
         self._log_determinant = None if log_determinant is None else number("log_determinant", log_determinant)
 
     def precision(self, vector: Any) -> Any:

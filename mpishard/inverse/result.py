@@ -232,11 +232,12 @@ _FORMS = (
 )
 
 
-def pair_of_bounds(bounds: Any, size: int) -> Any:
+def pair_of_bounds(bounds: Any, size: int, is_part: bool = False) -> Any:
     """Lower and upper bounds of all elements: numbers or flat arrays, infinite without a bound; None for None.
 
     A sequence of as many pairs as there are elements is read as SciPy does: a pair for each element, also for two
-    elements. A mapping gives such pairs by tensor name. Raises TypeError or ValueError for other forms.
+    elements. A mapping gives such pairs by tensor name. Two arrays for a part of the elements (`is_part`) are all lower
+    and all upper bounds, also where it has two. Raises TypeError or ValueError for other forms.
     """
     if bounds is None:
         return None
@@ -248,7 +249,9 @@ def pair_of_bounds(bounds: Any, size: int) -> Any:
         bounds = list(bounds)
     if isinstance(bounds, str) or not isinstance(bounds, Sequence | np.ndarray):
         raise TypeError(f"bounds={shown(bounds)} must be {_FORMS}")
-    if len(bounds) == size and all(_is_pair(each) for each in bounds):
+    are_sides = is_part and len(bounds) == 2 and not isinstance(bounds, np.ndarray)
+    are_sides = are_sides and any(isinstance(each, np.ndarray) for each in bounds)
+    if len(bounds) == size and not are_sides and all(_is_pair(each) for each in bounds):
         return tuple(
             np.array([_number(each[side], index, none) for index, each in enumerate(bounds)], np.float64)
             for side, none in enumerate((-np.inf, np.inf))

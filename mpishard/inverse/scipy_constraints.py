@@ -14,7 +14,7 @@ from mpishard.comm.errors import OneRank
 from mpishard.inverse.functions import Hessian
 from mpishard.inverse.operators import OwnRows, is_operator, summed
 from mpishard.inverse.residuals import ResidualFunctions
-from mpishard.inverse.unknowns import Unknowns, has_names
+from mpishard.inverse.unknowns import Unknowns, copy_of_point, has_names
 from mpishard.minimizers.elements import whole_bounds
 
 Array = Any
@@ -57,14 +57,14 @@ class ScipyConstraints:
     def forward(self, x: Any, direction: Any, *args: Any) -> np.ndarray:
         """Their Jacobian at a point times a direction."""
         along = self._unknowns.vector("the direction", direction)
-        return np.concatenate([each.times(along) for each in self._jacobians_at(x)])
+        return np.concatenate([each.times(along).copy() for each in self._jacobians_at(x)])
 
     def hessian_product(self, x: Any, direction: Any, v: np.ndarray) -> Array:
         """The Hessian of v times the constraints at a point, times a direction, flat."""
         total = np.zeros(self._unknowns.given_size)
         for each, part in zip(self._constraints, self._parts(v), strict=True):
             if each.hess is not None:
-                product = each.hess.product(x, direction, part)
+                product = each.hess.product(copy_of_point(x), copy_of_point(direction), part.copy())
                 total += self._unknowns.vector(f"the product of hess of {each.name}", product)
         return total
 

@@ -247,7 +247,8 @@ class Unknowns:
             expect_no_field("a bound", bound, _GET)
         if tree is not None and bounds is not None:
             bounds = tree.bounds(bounds)
-        pair = pair_of_bounds(bounds, self.given_size if self.is_cut_by_application else self.total)
+        is_part = self.is_cut_by_application
+        pair = pair_of_bounds(bounds, self.given_size if is_part else self.total, is_part)
         return {**found, "bounds": self.for_method(pair)}
 
     def _expect_no_matrix(self, name: str, option: Any) -> None:

@@ -260,7 +260,7 @@ def applied(what: str, function: Callable[[Array], Array], vector: Array) -> Arr
         raise ValueError(f"{what} returned {returned} for a vector of shape {vector.shape}; return one as long")
     if (found := arrays.as_array(found)).dtype.kind not in "biuf":
         raise ValueError(f"{what} returned {found.dtype} for a vector of {vector.dtype}; return real numbers")
-    return arrays.contiguous(found, vector.dtype)
+    return found.astype(vector.dtype)  # a copy: the user may write the next one into the same array
 
 
 def check_inverse(riesz_of_ones: Array) -> None:

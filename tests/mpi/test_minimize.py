@@ -706,10 +706,13 @@ def test_other_errors_are_not_tried_again(mesh):
             minimize(rosenbrock, START, mesh=mesh, options={"retries": wrong})
 
 
-def test_hessian_products_are_tried_again(mesh):
-    fails, points = unsteady(lambda x, p: 2 * p, 1)
+@pytest.mark.parametrize("elastic", [False, True])
+def test_hessian_products_are_tried_again(mesh, elastic):
+    """Along the same direction, whatever the call that failed has left there."""
+    fails, points = unsteady(lambda p, x: 2 * p, 1)
+    options = {"mesh": mesh, "elastic": elastic, "options": {"retries": 1}}
     found = minimize(
-        lambda x: (float(x @ x), 2 * x), START, method="Newton-CG", hessp=fails, mesh=mesh, options={"retries": 1}
+        lambda x: (float(x @ x), 2 * x), START, method="Newton-CG", hessp=lambda x, p: fails(p, x), **options
     )
     assert found.success and found.nhev > 0 and len(points) > found.nhev
 

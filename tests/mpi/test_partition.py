@@ -1217,3 +1217,21 @@ def test_the_group_of_a_rank_that_fails_tries_again_together(comm):
         expected = minimize(Misfit(NUMBERS), np.zeros(SIZE), **options(NUMBERS), options={"maxiter": 5})
         assert np.array_equal(whole(mesh.tensor.comm, found.x, numbers), expected.x)
         assert found.message == expected.message
+
+
+def test_two_values_of_a_rank_have_arrays_of_bounds_as_any_number_of_them(comm):
+    """And not a pair for each, as two unknowns of SciPy."""
+    with mpishard.Mesh(tensor=comm.size) as mesh:
+        sides = np.array([0.0, 1.0]), np.array([2.0, 4.0])
+        start = Partition(np.zeros(2), mesh)
+        found = minimize(lambda x: (0.5 * ((x - 3) ** 2).sum(), x - 3), start, mesh=mesh, reduction="sum", bounds=sides)
+        assert np.allclose(found.x, [2, 3], atol=1e-5)
+
+
+def test_the_values_of_a_start_may_be_others_later(comm):
+    with mpishard.Mesh(tensor=comm.size) as mesh:
+        numbers, how = numbers_of("ids", mesh.rank, mesh.size)
+        start = Partition(np.zeros(numbers.shape), mesh, **how)
+        start.local[...] = WANTED[numbers]
+        found = minimize(Misfit(numbers, mesh), start, mesh=mesh, reduction="sum")
+        assert found.nit == 0 and np.array_equal(found.x, WANTED[numbers])

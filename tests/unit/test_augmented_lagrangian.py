@@ -140,6 +140,25 @@ def test_newton_steps_need_fewer_evaluations(number):
     assert result.nfev < 0.8 * EVALUATIONS[number] and result.nhev > result.nfev
 
 
+def test_functions_may_change_what_they_are_given_and_share_an_array():
+    shared = np.empty(2)
+
+    def hessp(x, direction, y):
+        shared[:] = 2 * direction
+        direction[:] = y[:] = math.nan
+        return shared
+
+    def adjoint(x, v):
+        shared[:] = v[0]
+        return shared
+
+    products = {"hessp": hessp, "forward": lambda x, direction: direction.sum(), "method": "trust-ncg"}
+    found = augmented_lagrangian(
+        lambda x: (x @ x, 2 * x), np.zeros(2), lambda x: x.sum(), adjoint, lower=3, upper=3, **products
+    )
+    assert found.success and np.allclose(found.x, 1.5)
+
+
 def test_a_minimum_without_multipliers_is_met_as_far_as_the_tolerance_says():
     """The square of the distance is 1 at the minimum; where (1 - x)^3 is -1e-6, x is 0.01 too far."""
     result = solved(PROBLEMS[13])

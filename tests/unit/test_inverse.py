@@ -267,6 +267,20 @@ def test_values_near_the_ends_of_float64(scale):
     assert mpishard.check_gradient(function, np.ones(3), disp=False)
     assert not mpishard.check_gradient(lambda x: function(x, 1.001), np.ones(3), disp=False)
 
+    def forward(x):
+        return scale * (A @ x)
+
+    for factor in (1.0, 1.001):
+        backward = lambda y, factor=factor: factor * scale * (A.T @ y)  # noqa: E731
+        check = mpishard.check_adjoint(forward, backward, np.zeros(30), np.zeros(40), disp=False)
+        assert check.passed == (factor == 1) and scale < abs(check.forward) < 1e3 * scale
+
+
+def test_an_operator_and_its_adjoint_may_share_an_array():
+    square, shared = A[:30], np.empty(30)
+    given = lambda x: np.matmul(square, x, out=shared), lambda y: np.matmul(square.T, y, out=shared)
+    assert mpishard.check_adjoint(*given, np.zeros(30), np.zeros(30), disp=False)
+
 
 # Values, gradients and Hessian products of terms on grids, with masks, weights and references; they count once.
 

@@ -218,6 +218,25 @@ def tree_of(flat):
     return {"a": flat[:10].reshape(2, 5), "b": [flat[10:20], flat[20:].view(complex)]}
 
 
+def test_operators_may_share_an_array():
+    shared = np.empty(SIZE)
+
+    def of(matrix):
+        return lambda v: np.matmul(matrix, v, out=shared)
+
+    prior = OperatorPrior(of(PRECISION), of(COVARIANCE), of(ROOT), mean=MEAN)
+    found, expected = (laplace(POINT, linear, each, rank=15) for each in (prior, dense_prior()))
+    assert np.allclose(found.samples(2), expected.samples(2))
+
+
+def test_a_prior_keeps_its_numbers():
+    variance = np.ones(3)
+    priors = DiagonalPrior(variance, mean=variance), OperatorPrior(abs, abs, variance=variance, mean=variance)
+    variance[:] = 4
+    for prior in priors:
+        assert prior.mean.tolist() == prior.variance().tolist() == [1, 1, 1]
+
+
 def test_trees_and_named_fields():
     variance = np.concatenate([np.full(10, 2.0), np.linspace(1, 2, 10), np.repeat(np.linspace(1, 3, 10), 2)])
     expected = laplace(POINT, linear, DiagonalPrior(variance, mean=1.0), rank=5)

@@ -113,6 +113,16 @@ def test_the_forms_of_a(solver):
     operator = Operator(TALL)
     others = [solver(operator, B), solver((operator.matvec, operator.rmatvec), B, x0=np.zeros(40))]
     others += [dense, solver(linalg.aslinearoperator(TALL), B), solver(TALL.tocoo(), B)]
+
+    def spoiling(product):
+        def called(vector):
+            found = product(vector)
+            vector[:] = np.nan
+            return found
+
+        return called
+
+    others.append(solver((spoiling(TALL.dot), spoiling(TALL.T.dot)), B, x0=np.zeros(40)))
     assert operator.calls == 2 * (2 * expected.itn + 1)  # none for a start at 0
     for each in others:
         assert np.allclose(each.x, expected.x, rtol=1e-9) and each.itn == expected.itn

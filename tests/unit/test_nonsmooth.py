@@ -204,6 +204,8 @@ def test_norms_of_groups_have_their_formula() -> None:
     off = minimize(regularized(misfit, GroupL1(weights, groups=groups, reference=0.1)), np.ones(40), options=TIGHT)
     assert np.allclose(off.x, 0.1 + shrunk(goal - np.where(groups < 0, 0, 0.1), groups, weights) - 0.1 * (groups < 0))
     assert (off.x == 0.1).sum() > 5 and "groups are exactly at its reference" in off.message
+    nothing = GroupL1(1.0, groups=[], name="a")  # as on a rank without elements
+    assert nothing.value({"a": np.zeros(0), "b": np.ones(2)}) == 0
 
 
 @pytest.mark.parametrize("bounds", [None, (0.0, 0.6), (-0.3, 2.0)])

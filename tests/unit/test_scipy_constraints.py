@@ -102,6 +102,24 @@ def test_newton_methods_take_the_hessians_of_constraints(form):
     assert found.nfev < other.nfev and np.allclose(found.multipliers, other.multipliers, atol=1e-4)
 
 
+def test_second_derivatives_may_change_what_they_are_given():
+    def hess(x, v):
+        found = 2 * v[0] * np.eye(2) + 0 * x
+        x[:] = v[:] = np.nan
+        return found
+
+    def hessp(x, direction):
+        product = 2 * direction + 0 * x
+        x[:] = direction[:] = np.nan
+        return product
+
+    sphere = nonlinear(lambda x: [x @ x], -np.inf, 4.0, lambda x: 2 * x[None], hess=hess)
+    larger = nonlinear(lambda x: [x @ x], -np.inf, 9.0, lambda x: 2 * x[None], hess=hess)
+    fun = lambda x: (((x - 3) ** 2).sum(), 2 * (x - 3))  # noqa: E731
+    result = minimize(fun, np.ones(2), method="trust-ncg", hessp=hessp, constraints=[sphere, larger])
+    assert result.success and np.allclose(result.x, np.sqrt(2), atol=1e-4)
+
+
 def test_dictionaries_and_what_scipy_makes_of_them():
     optimize = pytest.importorskip("scipy.optimize", reason="SciPy is not installed (extra: test)")
     start = [0.5, 0.0, 1.0]
