@@ -219,8 +219,8 @@ class Leftovers:
             for path in self._segments - _mapped(everybody):
                 with contextlib.suppress(OSError):
                     path.unlink()
-        folder = Path(tempfile.gettempdir()) / f"ompi.{launcher}"  # of Open MPI
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # there may be no temporary folder at all
+            folder = Path(tempfile.gettempdir()) / f"ompi.{launcher}"  # of Open MPI
             if folder.stat(follow_symlinks=False).st_uid == os.geteuid():
                 shutil.rmtree(folder, ignore_errors=True)
 

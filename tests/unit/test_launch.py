@@ -197,6 +197,14 @@ def test_segments_that_a_dead_process_of_the_job_had(tmp_path, monkeypatch):
             path.unlink(missing_ok=True)
 
 
+def test_a_job_ends_in_order_where_there_is_no_temporary_folder(monkeypatch):
+    def gettempdir():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", gettempdir)
+    Leftovers().remove(77)
+
+
 # Ctrl-C: for what it waits, that it is not lost, and the exit code of a script that it has stopped in order.
 
 
