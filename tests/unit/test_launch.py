@@ -114,6 +114,9 @@ def test_hosts_that_nothing_reaches(shell):
     check_shell(parse_hosts("localhost"), "/nowhere/ssh")
     with pytest.raises(ValueError, match="/nowhere/ssh .*--remote-shell"):
         check_shell(parse_hosts("localhost,a"), "/nowhere/ssh -q")
+    for shell in (" ", "ssh '-q"):
+        with pytest.raises(ValueError, match="--remote-shell is .*give a program"):
+            check_shell(parse_hosts("a"), shell)
 
 
 def test_a_host_that_is_silent_twice_is_lost(tmp_path):
