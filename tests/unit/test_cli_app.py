@@ -84,7 +84,10 @@ def test_an_error_does_not_steer_the_terminal(tmp_path, capsys):
     assert r"a\x1b[2J\udc80 does not exist" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "to", "code"), [("inspect", ">&-", 0), ("verify", "", 141)])
+@pytest.mark.parametrize(
+    ("name", "to", "code"),
+    [("inspect", ">&-", 0), ("verify", "", 141), ("run --min-workers 2 -n 1 true", ">&- 2>&-", 2)],
+)
 def test_what_nobody_reads_is_no_damage(name, to, code, tmp_path):
     """With a closed output, and with a pipe that nobody reads any more."""
     checkpoint = write(Arrays(), tmp_path / "a")
