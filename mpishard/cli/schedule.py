@@ -242,7 +242,8 @@ def schedule(
         typer.echo(json.dumps(_as_dict(timeline, blocking_sends)))
         return
     width = shutil.get_terminal_size((120, 24)).columns
-    colour = False if os.environ.get("NO_COLOR") else None  # None: where the output is a terminal
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    colour = False if plain else None  # None: where the output is a terminal
     cut = f"{made.stages} stages" + (f" x {made.chunks} chunks" if made.chunks > 1 else "")
     typer.echo(f"{made.name}: {cut}, {made.microbatches} micro-batches\n", color=colour)
     typer.echo("\n".join(draw(timeline, width)) + "\n", color=colour)

@@ -724,6 +724,14 @@ def test_pictures_keep_to_the_width(arguments, columns, environ, capsys):
     assert len({len(line) for line in stages}) == 1 and len(stages[0]) <= columns
 
 
+def test_a_picture_without_colours(environ, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for variables, colours in (({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"NO_COLOR": "1"}, False)):
+        environ(**{"NO_COLOR": "", "TERM": "xterm"} | variables)
+        assert schedule("1f1b", "--stages", 2, "--microbatches", 3) == 0
+        assert ("\x1b" in capsys.readouterr().out) == colours, variables
+
+
 def test_long_pictures_say_what_is_left_out(capsys):
     schedule("1f1b", "--stages", 4, "--microbatches", 100)
     output = capsys.readouterr().out
