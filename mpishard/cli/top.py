@@ -246,7 +246,7 @@ def top(
         typer.echo(json.dumps(snapshot(follower)))
         return
     output = console()
-    if once or not sys.stdout.isatty():
+    if once or not sys.stdout.isatty() or output.is_dumb_terminal:  # there `Live` would show nothing
         output.print(screen(follower, rows))
         return
     try:

@@ -335,6 +335,12 @@ class TestTop:
         of_time = {"time": time.time() - 60, "seconds": [0.1] * steps, "busy": [0.08] * steps, "axes": axes}
         return process_line(rank, step, [], ranks=2) | of_time | more
 
+    def test_a_terminal_without_a_cursor_gets_one_look(self, tmp_path, shown, environ, monkeypatch):
+        environ(TERM="dumb")
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        monkeypatch.setattr("mpishard.cli.top.time.sleep", lambda seconds: pytest.fail("it looks again"))
+        assert "no step yet\n" in shown("top", write(tmp_path / "run"))
+
     def test_shares_of_a_step_are_of_the_same_steps(self, tmp_path, shown):
         """A short last line with long waits does not make more than a whole."""
         late = self.line(0, 101, 1, axes={"data": {"bytes": 0, "seconds": 0.1}})
