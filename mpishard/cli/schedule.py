@@ -235,6 +235,8 @@ def schedule(
     given = {what: _parse(what, text) for what, text in times.items() if text is not None}
     _refuse_unused(made, given)
     timeline = simulate(made, **given)
+    if not math.isfinite(timeline.makespan):
+        raise ValueError("the times add up to more than a number can be; give them in a larger unit")
     _warn(made)
     if png is not None:
         save_figure(timeline, png)
