@@ -154,8 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if ranks > 1:
         # No colours: Open MPI gives its ranks a terminal even if their output goes to a file.
         os.environ["TERM"] = "dumb"
-    if sys.stdout is None:  # it was closed, as by `>&-`; tables ask it whether it is a terminal
-        sys.stdout = open(os.devnull, "w")
+    for name in ("stdout", "stderr"):  # closed, as by `>&-`; tables ask whether they are a terminal
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:  # this process runs only the command
         name, *others = [word for word in given if not word.startswith("-")] or [""]

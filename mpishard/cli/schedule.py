@@ -235,6 +235,8 @@ def schedule(
     given = {what: _parse(what, text) for what, text in times.items() if text is not None}
     _refuse_unused(made, given)
     timeline = simulate(made, **given)
+    if not math.isfinite(timeline.makespan):
+        raise ValueError("the times add up to more than a number can be; give them in a larger unit")
     _warn(made)
     if png is not None:
         save_figure(timeline, png)
@@ -242,7 +244,8 @@ def schedule(
         typer.echo(json.dumps(_as_dict(timeline, blocking_sends)))
         return
     width = shutil.get_terminal_size((120, 24)).columns
-    colour = False if os.environ.get("NO_COLOR") else None  # None: where the output is a terminal
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    colour = False if plain else None  # None: where the output is a terminal
     cut = f"{made.stages} stages" + (f" x {made.chunks} chunks" if made.chunks > 1 else "")
     typer.echo(f"{made.name}: {cut}, {made.microbatches} micro-batches\n", color=colour)
     typer.echo("\n".join(draw(timeline, width)) + "\n", color=colour)

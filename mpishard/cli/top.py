@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from mpishard.arguments import listed
-from mpishard.cli.output import RecordFolder, cell, console, new_table, seconds, size
+from mpishard.cli.output import RecordFolder, cell, console, new_table, print_table, seconds, size
 from mpishard.data.evaluation import EarlyStopping
 from mpishard.environment.findings import count
 from mpishard.launch.processes import state_here
@@ -31,8 +31,11 @@ _MOST_REMARKS, _MOST_NAMED = 3, 8
 _SILENT_S, _LATE_S, _SILENT_STEPS = 10.0, 2.0, 5
 
 
-def screen(run: Follower, rows: int) -> Group:
-    """The current state of the run, with at most `rows` rows of ranks: those that compute longest come first."""
+def screen(run: Follower, rows: int, width: float = math.inf) -> Group:
+    """The current state of the run, with at most `rows` rows of ranks: those that compute longest come first.
+
+    `width`: of a terminal whose lines cannot wrap; what does not fit is left out.
+    """
     processes = run.processes
     found = [line for line in run.findings if line.get("start") == run.number][-_MOST_REMARKS:]
     texts = [*map(described, found), run.audit_damage]
@@ -40,7 +43,7 @@ def screen(run: Follower, rows: int) -> Group:
     parts: list[Any] = [_headline(run), *_logged(run), *audits, *_remarks(run, processes)]
     if processes:
         busiest = sorted(processes, key=lambda process: -_busy(process))[:rows]
-        parts.append(_table(run, sorted(busiest, key=lambda process: process.lines[-1]["rank"])))
+        parts.append(_table(run, sorted(busiest, key=lambda process: process.lines[-1]["rank"]), width))
         if len(busiest) < len(processes):
             parts.append(cell(f"the {len(busiest)} of {len(processes)} ranks that compute longest"))
     return Group(*parts)
@@ -150,24 +153,32 @@ def _remarks(run: Follower, processes: list[Process]) -> list[Text]:
     return remarks
 
 
-def _table(run: Follower, processes: list[Process]) -> Table:
-    """Means over the last lines of each process, all over the same steps."""
+def _table(run: Follower, processes: list[Process], width: float) -> Table:
+    """Means over the last lines of each process, all over the same steps; without last columns wider than `width`."""
     recent = {process.name: _recent(process) for process in processes}
     axes = [axis for axis in ("data", "tensor", "pipeline", "world") if any(axis in r.axes for r in recent.values())]
-    heads = [f"in {axis}" for axis in axes]
-    made = new_table("rank", "process", "step", "ms/step", "computes", *heads, "sent/step", "written", left=2)
+    heads = ["rank", "process", "step", "ms/step", "computes", *(f"in {axis}" for axis in axes), "sent/step", "written"]
+    rows: list[list[str | Text]] = []
     for process in processes:
         of = recent[process.name]
         shares = [of.busy, *(of.axes.get(axis, 0.0) for axis in axes)]
-        made.add_row(
-            str(process.lines[-1]["rank"]),
-            cell(process.name),
-            str(_last_step(process) or "-"),
-            f"{of.seconds / of.steps * 1e3:.4g}" if of.steps else "-",
-            *(f"{share / of.seconds:.0%}" if of.seconds else "-" for share in shares),
-            size(of.sent / of.steps) if of.steps else "-",
-            f"{_clock(run.silent(process))} ago",
+        rows.append(
+            [
+                str(process.lines[-1]["rank"]),
+                cell(process.name),
+                str(_last_step(process) or "-"),
+                f"{of.seconds / of.steps * 1e3:.4g}" if of.steps else "-",
+                *(f"{share / of.seconds:.0%}" if of.seconds else "-" for share in shares),
+                size(of.sent / of.steps) if of.steps else "-",
+                f"{_clock(run.silent(process))} ago",
+            ]
         )
+    widths = [2 + max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    while sum(widths) > width + 2 and len(widths) > 1:
+        widths.pop()
+    made = new_table(*heads[: len(widths)], left=2)
+    for row in rows:
+        made.add_row(*row[: len(widths)])
     return made
 
 
@@ -224,6 +235,15 @@ def _clock(duration: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
+def _print(output: Console, shown: Group) -> None:
+    """Print a screen once; in a terminal that is too narrow, lines of its table wrap."""
+    for part in shown.renderables:
+        if isinstance(part, Table):
+            print_table(output, part)
+        else:
+            output.print(part)
+
+
 def top(
     run: RecordFolder,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
@@ -246,14 +266,14 @@ def top(
         typer.echo(json.dumps(snapshot(follower)))
         return
     output = console()
-    if once or not sys.stdout.isatty():
-        output.print(screen(follower, rows))
+    if once or not sys.stdout.isatty() or output.is_dumb_terminal:  # there `Live` would show nothing
+        _print(output, screen(follower, rows))
         return
     try:
-        with Live(screen(follower, rows), console=output, screen=True, auto_refresh=False) as live:
+        with Live(screen(follower, rows, output.width), console=output, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(every)
                 follower.update()
-                live.update(screen(follower, min(rows, max(1, output.height - 12))), refresh=True)
+                live.update(screen(follower, min(rows, max(1, output.height - 12)), output.width), refresh=True)
     except KeyboardInterrupt:
-        output.print(screen(follower, rows))
+        _print(output, screen(follower, rows))

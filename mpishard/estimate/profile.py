@@ -290,6 +290,8 @@ class MachineProfile:
                 products=tuple((int(size), float(flops)) for size, flops in stored.pop("products")),
                 node=_links(stored.pop("node")),
                 network=_links(stored.pop("network")),
+                ranks_per_node=int(stored.pop("ranks_per_node", 0)),
+                name=str(stored.pop("name", "")),
                 **stored,
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:

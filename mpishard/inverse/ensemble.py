@@ -29,6 +29,7 @@ from mpishard.comm.work_queue import WorkQueue, is_of_mpi
 from mpishard.inverse.result import OptimizeResult
 from mpishard.io import log
 from mpishard.io.files import is_deep, read_note, write_note
+from mpishard.io.terminal import is_terminal
 from mpishard.training.metrics import ProgressBar
 
 _HASH = "xxh3_128"  # the entry of a file, and the name of the hash
@@ -127,7 +128,7 @@ def map_runs(
     done = mesh.world.allgather_object(sorted(known))[0]
     runs = _Runs(function, cases, [number for number in range(len(cases)) if number not in done], saved)
     outcomes: dict[int, _Outcome] = {number: pickle.dumps(value) for number, value in known.items()}
-    shows = mesh.rank == 0 and (sys.stderr.isatty() if progress is None else bool(progress))
+    shows = mesh.rank == 0 and (is_terminal(sys.stderr) if progress is None else bool(progress))
     for theirs in runs.run(mesh, ranks_each, outcomes, shows and len(done) < len(cases)):
         outcomes |= theirs
     return [_unpacked(number, outcomes[number]) for number in range(len(cases))]

@@ -17,6 +17,13 @@ def show(text: str) -> None:
     _write(sys.stdout, text)
 
 
+def is_terminal(stream: Any) -> bool:
+    """Return True if a stream is a terminal; not if it is closed, None, or another object that cannot tell."""
+    with contextlib.suppress(Exception):
+        return bool(stream.isatty())
+    return False
+
+
 def _write(stream: Any, text: str) -> None:
     with contextlib.suppress(Exception):  # a stream of the user's may raise anything, and one that is None has no write
         stream.write(text if text.endswith("\n") else f"{text}\n")

@@ -72,7 +72,10 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 def check_shell(hosts: Sequence[Host], shell: str | None) -> None:
     """Raise ValueError if the program that reaches the hosts does not exist."""
-    program = shlex.split(shell or _SHELL)[0]
+    try:
+        program = shlex.split(shell or _SHELL)[0]
+    except (ValueError, IndexError):  # a quote that does not end, or blanks
+        raise ValueError(f"--remote-shell is {shell!r}; give a program and its options, such as 'ssh -q'") from None
     if not all(host.is_local for host in hosts) and shutil.which(program) is None:
         raise ValueError(f"{program} to reach the hosts with does not exist; give another one as --remote-shell")
 

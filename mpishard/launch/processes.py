@@ -43,7 +43,7 @@ def end_with_daemon() -> NoReturn:
     """Kill this process and the launcher's daemon that started it; the daemon may otherwise wait forever."""
     parent = os.getppid()
     with contextlib.suppress(OSError):
-        if Path(f"/proc/{parent}/comm").read_text().strip() in _DAEMONS:
+        if Path(f"/proc/{parent}/comm").read_text(errors="replace").strip() in _DAEMONS:
             os.kill(parent, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("this process lives")
@@ -56,8 +56,8 @@ def adopt_orphans() -> None:
 
 def process_facts(number: int | str) -> list[str]:
     """The fields of a process in ``/proc/NUMBER/stat`` from its state on ("T": stopped); OSError if it is gone."""
-    # The name of the program before them, in brackets, may hold anything.
-    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    # The name of the program before them, in brackets, may hold anything, also a letter that the kernel has cut.
+    return Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def state_here(name: str) -> str:
@@ -219,8 +219,8 @@ class Leftovers:
             for path in self._segments - _mapped(everybody):
                 with contextlib.suppress(OSError):
                     path.unlink()
-        folder = Path(tempfile.gettempdir()) / f"ompi.{launcher}"  # of Open MPI
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # there may be no temporary folder at all
+            folder = Path(tempfile.gettempdir()) / f"ompi.{launcher}"  # of Open MPI
             if folder.stat(follow_symlinks=False).st_uid == os.geteuid():
                 shutil.rmtree(folder, ignore_errors=True)
 

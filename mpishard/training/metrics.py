@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mpishard.comm.axis import Axis
-from mpishard.io.terminal import say
+from mpishard.io.terminal import is_terminal, say
 from mpishard.record import RunRecord
 from mpishard.record.reading import VALIDATION
 from mpishard.reduction.tree_sum import tree_sum
@@ -92,7 +92,7 @@ class ProgressBar:
     """
 
     def __init__(self, total: int | None, shows: bool, unit: str = "step", done: int = 0) -> None:
-        self._live = shows and sys.stderr.isatty()
+        self._live = shows and is_terminal(sys.stderr)
         self._shows = shows
         self._total = total
         self._unit = unit

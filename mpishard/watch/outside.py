@@ -65,13 +65,11 @@ def _stack(process: int) -> list[dict[str, Any]]:
     program = str(beside) if beside.exists() else shutil.which(_PROGRAM)
     if program is None:
         raise OSError("--pid needs py-spy, which looks at running processes: pip install py-spy")
-    done = subprocess.run(
-        [program, "dump", "--json", "--nonblocking", "--pid", str(process)],
-        capture_output=True,
-        text=True,
-        timeout=_LIMIT_S,
-        check=False,
-    )
+    command = [program, "dump", "--json", "--nonblocking", "--pid", str(process)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"py-spy does not answer within {_LIMIT_S:g} s for process {process}") from None
     if done.returncode:
         raise OSError(f"py-spy cannot look at process {process}: {' '.join(done.stderr.split())}")
     threads: Sequence[Mapping[str, Any]] = parsed(done.stdout)

@@ -84,7 +84,10 @@ def test_an_error_does_not_steer_the_terminal(tmp_path, capsys):
     assert r"a\x1b[2J\udc80 does not exist" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "to", "code"), [("inspect", ">&-", 0), ("verify", "", 141)])
+@pytest.mark.parametrize(
+    ("name", "to", "code"),
+    [("inspect", ">&-", 0), ("verify", "", 141), ("run --min-workers 2 -n 1 true", ">&- 2>&-", 2)],
+)
 def test_what_nobody_reads_is_no_damage(name, to, code, tmp_path):
     """With a closed output, and with a pipe that nobody reads any more."""
     checkpoint = write(Arrays(), tmp_path / "a")
@@ -657,6 +660,7 @@ def test_diff(tmp_path, shell):
         ("schedule zb-h1 --stages 2 --microbatches 2 --backward 2".split(), "'zb-h1' does not use --backward"),
         ("schedule 1f1b --stages 2 --microbatches 2 --forward 1;2".split(), "--forward takes a number, or numbers"),
         ("schedule 1f1b --stages 2 --microbatches 2 --forward 1,2,3".split(), "forward has 3 times for 2 virtual"),
+        ("schedule 1f1b --stages 2 --microbatches 2 --forward 1e308".split(), "the times add up to more"),
         ("schedule 1f1b --stages 2 --microbatches 2 --png /no/folder/x.png".split(), "/no/folder/x.png"),
     ],
 )
@@ -719,6 +723,14 @@ def test_pictures_keep_to_the_width(arguments, columns, environ, capsys):
     ruler, *stages = ruler_and_stages.split("\n")
     assert len(stages) == arguments[2] and ruler.startswith("time ")
     assert len({len(line) for line in stages}) == 1 and len(stages[0]) <= columns
+
+
+def test_a_picture_without_colours(environ, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for variables, colours in (({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"NO_COLOR": "1"}, False)):
+        environ(**{"NO_COLOR": "", "TERM": "xterm"} | variables)
+        assert schedule("1f1b", "--stages", 2, "--microbatches", 3) == 0
+        assert ("\x1b" in capsys.readouterr().out) == colours, variables
 
 
 def test_long_pictures_say_what_is_left_out(capsys):

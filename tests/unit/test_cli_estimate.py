@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -239,6 +240,11 @@ def test_errors_are_one_line(arguments, message, run):
         ("machine.toml", MACHINE + "network.ranks_per_node = 4", ["a network needs latency, bandwidth too"]),
         ("machine.toml", MACHINE + NETWORK.replace("4", "0"), ["ranks_per_node=0"]),
         ("profile.json", "{}", ["not a machine profile"]),
+        (
+            "profile.json",
+            json.dumps({"mpishard_profile": 1, **asdict(TYPICAL), "ranks_per_node": "x"}),
+            ["not a machine profile"],
+        ),
     ],
 )
 def test_a_bad_file_is_one_line(name, text, messages, run, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -14,8 +15,10 @@ import time
 import pytest
 from matplotlib.text import Text
 from records import process_line, write, write_lines
+from rich.console import Console
 
 from mpishard.cli import main
+from mpishard.cli.top import screen
 from mpishard.record import Run
 from mpishard.record.follower import Follower
 from mpishard.record.summary import read_trace
@@ -334,6 +337,32 @@ class TestTop:
         axes = {"data": {"bytes": 10 * steps, "seconds": 0.02 * steps}}
         of_time = {"time": time.time() - 60, "seconds": [0.1] * steps, "busy": [0.08] * steps, "axes": axes}
         return process_line(rank, step, [], ranks=2) | of_time | more
+
+    def test_a_terminal_without_a_cursor_gets_one_look(self, tmp_path, shown, environ, monkeypatch):
+        environ(TERM="dumb")
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        monkeypatch.setattr("mpishard.cli.top.time.sleep", lambda seconds: pytest.fail("it looks again"))
+        assert "no step yet\n" in shown("top", write(tmp_path / "run"))
+
+    def test_a_narrow_terminal_cuts_no_figures(self, tmp_path, shown, environ):
+        environ(COLUMNS="60")
+        axes = dict.fromkeys(("data", "tensor", "pipeline", "world"), {"bytes": 10, "seconds": 0.1})
+        run = write(tmp_path / "run", [{"step": 1, "time": 0, "seconds": 0.1}])
+        for rank in range(2):
+            line = self.line(rank, 1, 5, axes=axes, time=time.time())
+            write_lines(run / "processes" / f"a-host-with-a-long-name-123{rank}.jsonl", line)
+        rows = [line.split() for line in shown("top", "--once", run).splitlines()[-2:]]
+        assert [row[:3] for row in rows] == [
+            [str(rank), f"a-host-with-a-long-name-123{rank}", "5"] for rank in range(2)
+        ]
+        assert not any("…" in word for row in rows for word in row)
+        found = Follower(run)
+        found.update()
+        for width in (90, 60, 30):  # of lines that cannot wrap
+            live = Console(width=width, file=io.StringIO())
+            live.print(screen(found, 2, width))
+            fitting = [line.split() for line in live.file.getvalue().splitlines()[-2:]]
+            assert fitting == [row[: len(fitting[0])] for row in rows], width
 
     def test_shares_of_a_step_are_of_the_same_steps(self, tmp_path, shown):
         """A short last line with long waits does not make more than a whole."""

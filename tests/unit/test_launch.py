@@ -114,6 +114,9 @@ def test_hosts_that_nothing_reaches(shell):
     check_shell(parse_hosts("localhost"), "/nowhere/ssh")
     with pytest.raises(ValueError, match="/nowhere/ssh .*--remote-shell"):
         check_shell(parse_hosts("localhost,a"), "/nowhere/ssh -q")
+    for shell in (" ", "ssh '-q"):
+        with pytest.raises(ValueError, match="--remote-shell is .*give a program"):
+            check_shell(parse_hosts("a"), shell)
 
 
 def test_a_host_that_is_silent_twice_is_lost(tmp_path):
@@ -195,6 +198,14 @@ def test_segments_that_a_dead_process_of_the_job_had(tmp_path, monkeypatch):
     finally:
         for path in paths:
             path.unlink(missing_ok=True)
+
+
+def test_a_job_ends_in_order_where_there_is_no_temporary_folder(monkeypatch):
+    def gettempdir():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", gettempdir)
+    Leftovers().remove(77)
 
 
 # Ctrl-C: for what it waits, that it is not lost, and the exit code of a script that it has stopped in order.

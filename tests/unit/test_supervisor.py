@@ -377,11 +377,12 @@ def test_families(tmp_path, says, family, older):
 
 
 def test_no_descendant_is_left(tmp_path):
-    """Orphans, sessions of their own and stopped processes included."""
+    """Orphans, sessions of their own and stopped processes included; names may be cut within a letter."""
     script = tmp_path / "script.py"
     script.write_text("""
 import os, subprocess, time
 from mpishard.launch.processes import adopt_orphans, descendants, end_descendants
+open("/proc/self/comm", "wb").write(b"b\\xc3")
 adopt_orphans()
 subprocess.run(["sh", "-c", "setsid sleep 1000 & sleep 1000 & kill -STOP $!"], check=True)
 child = subprocess.Popen(["sh", "-c", "sleep 1000; true"])

@@ -173,10 +173,10 @@ class FullDisk(io.StringIO):
 
 
 def test_progress_that_cannot_be_written_does_not_end_the_run(monkeypatch):
-    for file in (FullDisk(), io.StringIO()):
+    for file in (FullDisk(), io.StringIO(), None, object()):  # closed before the start, or of a class of the user's
         monkeypatch.setattr(metrics.sys, "stderr", file)
         bar = metrics.ProgressBar(3, shows=True)
-        if not isinstance(file, FullDisk):
+        if type(file) is io.StringIO:
             file.close()
         bar.advance("loss 1")
         bar.close()

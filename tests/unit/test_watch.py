@@ -773,6 +773,10 @@ def test_ranks_below_a_process_are_looked_at_by_py_spy(tmp_path: Path, environ, 
     (answer,) = asked.answers
     assert (answer["rank"], answer["process"], answer["state"]) == (0, rank.pid, "waits")
     assert answer["call"]["op"] == "Recv" and answer["call"]["source"] == 1 and asked.absent.keys() == {1}
+    spy.write_text("#!/bin/sh\nexec sleep 600\n")
+    monkeypatch.setattr(outside, "_LIMIT_S", 0.1)
+    with pytest.raises(OSError, match="does not answer within 0.1 s"):
+        outside._stack(rank.pid)
     spy.unlink()
     with pytest.raises(OSError, match="pip install py-spy"):
         outside._stack(rank.pid)
