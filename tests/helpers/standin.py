@@ -159,6 +159,9 @@ class DeviceArray:
         other[...] = self
         return other
 
+    def __deepcopy__(self, memo: Any) -> DeviceArray:
+        return self.copy()
+
     def astype(self, dtype: Any, copy: bool = True) -> DeviceArray:
         if not copy and self.dtype == dtype:
             return self
