@@ -178,6 +178,11 @@ class HybridShardedModel(ShardedModel):
         As for `ShardedModel`, laid out for this rank's tensor and pipeline rank.
     config : ShardingConfiguration or Mesh
         Of any mesh.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `ShardedModel`.
     """
 
     splits = True
