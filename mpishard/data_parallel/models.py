@@ -178,6 +178,11 @@ class HybridShardedModel(ShardedModel):
         As for `ShardedModel`, laid out for this rank's tensor and pipeline rank.
     config : ShardingConfiguration or Mesh
         Of any mesh.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `ShardedModel`.
     """
 
     splits = True
@@ -270,6 +275,11 @@ def as_distributed_for_high_bandwidth(
     -------
     DDPOptimizer, LocalSGDOptimizer, ZeRO1Optimizer, ShardedModel or HybridShardedModel
         As of `as_distributed`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `as_distributed` and `ShardingConfiguration`.
     """
     return as_distributed(model_or_rule, ShardingConfiguration.create_for_high_bandwidth(mesh, **options))
 
@@ -306,6 +316,11 @@ def as_distributed_for_low_bandwidth(
     -------
     DDPOptimizer, LocalSGDOptimizer, ZeRO1Optimizer, ShardedModel or HybridShardedModel
         As of `as_distributed`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `as_distributed` and `ShardingConfiguration`.
     """
     return as_distributed(model_or_rule, ShardingConfiguration.create_for_low_bandwidth(mesh, **options))
 

@@ -47,6 +47,11 @@ class ZeRO1Optimizer(ShardedOptimizer):
         The update rule; or a method such as ``LBFGSB()``, see `ShardedOptimizer`.
     config : ShardingConfiguration or Mesh
         Settings with a mesh, or a mesh with the default settings.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `ShardedOptimizer`.
     """
 
     sharding: Sharding = ZERO1
@@ -75,6 +80,11 @@ class ZeRO2Optimizer(ShardedOptimizer):
         The update rule; or a method such as ``LBFGSB()``, see `ShardedOptimizer`.
     config : ShardingConfiguration or Mesh
         Settings with a mesh, or a mesh with the default settings.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `ShardedOptimizer`.
     """
 
     sharding: Sharding = ZERO2
@@ -99,8 +109,8 @@ class ZeRO3Optimizer(ShardedOptimizer):
 
     Raises
     ------
-    ValueError
-        If the configuration has a compressor.
+    TypeError, ValueError
+        As `ShardedOptimizer`, and if the configuration has a compressor.
     """
 
     sharding: Sharding = ZERO3

@@ -43,6 +43,11 @@ def measure(mesh: Mesh) -> MachineProfile:
     -------
     MachineProfile
         The same on every rank.
+
+    Raises
+    ------
+    TypeError
+        If `mesh` is no Mesh.
     """
     world = checked_mesh(mesh).world
     ranks_per_node = int(world.all_reduce(np.array([mesh.node.size]), op="max", label="control")[0])

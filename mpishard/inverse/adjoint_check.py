@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpishard.arguments import flag, integer, number
+from mpishard.arguments import flag, integer, number, shown
 from mpishard.backend import array as arrays
 from mpishard.backend.random import uniform_in_box
 from mpishard.comm.errors import raised_on_all
@@ -91,8 +91,8 @@ def check_adjoint(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if a function of any rank raises these, or returns another shape than the other one takes, or
-        complex numbers.
+        On all ranks, if an argument of any rank is invalid, or arguments differ between ranks; or if a function of any
+        rank raises these, or returns another shape than the other one takes, or complex numbers.
 
     Examples
     --------
@@ -104,6 +104,9 @@ def check_adjoint(
     axis = world_of(mesh)
     with opening(mesh, "check_adjoint") as same:
         flag("disp", disp)
+        for name, apply in (("forward", forward), ("adjoint", adjoint)):
+            if not callable(apply):
+                raise TypeError(f"{name}={shown(apply)} must be a function, such as lambda x: A @ x")
         vectors = [
             _random(like, integer("seed", seed), f"{name} of rank {axis.rank}") for like, name in ((x, "x"), (y, "y"))
         ]

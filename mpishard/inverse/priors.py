@@ -206,8 +206,8 @@ class OperatorPrior(Prior):
 
     Raises
     ------
-    TypeError
-        If a function is not callable.
+    TypeError, ValueError
+        If a function is not callable, or `log_determinant` no finite number.
     """
 
     def __init__(

@@ -236,6 +236,11 @@ class ReverseCommunication:
         ----------
         reason : str
             For the message of the result; the same on all ranks.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, if it differs between ranks.
         """
         with opening(self._mesh, "ReverseCommunication.stop") as same:
             same["reason"] = reason

@@ -323,6 +323,11 @@ class TransformerBlock(Layer):
         Or a layer with such passes.
     dropout : float
         Rate of dropout of the results of attention and MLP, before they are added to the residual stream.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `dropout` is no number from 0 to below 1.
     """
 
     def __init__(
@@ -428,6 +433,11 @@ class Block(TransformerBlock):
         Whether tensor ranks hold some rows of the residual stream each, instead of all of them.
     dropout : float
         As for `TransformerBlock`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `TransformerBlock` and `CausalSelfAttention`.
     """
 
     def __init__(

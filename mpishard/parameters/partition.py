@@ -78,7 +78,8 @@ class Partition:
             if mesh.pipeline.size > 1:
                 raise ValueError(f"a field is shared by the tensor ranks of a mesh, but this one has {mesh.sizes}")
             self.local: Array = _real_copy(local)
-            whole = None if shape is None else tuple(integer("shape", extent, least=0) for extent in shape)
+            extents = None if shape is None else entries("shape", shape, "whole numbers")
+            whole = None if extents is None else tuple(integer("shape", extent, least=0) for extent in extents)
             mine = _checked_box(whole, box, self.local)
             numbers = None if ids is None else _checked_ids(ids, self.local, whole)
             same |= {"shape": whole, "dtype of local": self.local.dtype.name, "ids are given": ids is not None}

@@ -92,6 +92,11 @@ class ModuleOptimizer(torch.optim.Optimizer):
 
         Collective under ``zero=3`` and on tensor or pipeline ranks, and if a backward pass outside of `no_sync` was
         made since the last step.
+
+        Raises
+        ------
+        ValueError
+            Within `summon_full_parameters`.
         """
         if self._end.alive:
             self._state.check_not_summoned("close()")
@@ -579,6 +584,11 @@ class ModuleOptimizer(torch.optim.Optimizer):
         -------
         Path
             The folder of the checkpoint.
+
+        Raises
+        ------
+        ValueError, TypeError, OSError, FloatingPointError
+            As `mpishard.save_checkpoint`; a ValueError also within `summon_full_parameters`.
         """
         self._state.check_not_summoned("save_checkpoint()", would="save the values from before it")
         self._state.take_values()
@@ -598,6 +608,11 @@ class ModuleOptimizer(torch.optim.Optimizer):
         -------
         dict
             The facts of the checkpoint.
+
+        Raises
+        ------
+        ValueError, TypeError, OSError
+            As `mpishard.load_checkpoint`; a ValueError also within `summon_full_parameters`.
         """
         self._state.check_not_summoned("load_checkpoint()")
         facts = load_checkpoint(folder, self.parameters, self.optimizer)

@@ -82,6 +82,14 @@ class OptimizationProblem(Objective[P]):
     model : model, optional
         The model whose loss the function returns, for `Evaluation.for_model`; `for_model` gives it.
 
+    Raises
+    ------
+    TypeError
+        If a function cannot be called, `start` is neither a flat array nor a FlatParameters, a number is of another
+        type, or `facts` is no mapping.
+    ValueError
+        If `start` is empty, a number is out of its range, or `batch_size` is above `samples`.
+
     Notes
     -----
     At least one of `steps`, `tolerance` and `seconds` is needed, or a callback that stops the run.  A method such as

@@ -1006,6 +1006,7 @@ WRONG = {
     "fewer numbers": (lambda n: {"ids": np.arange(3)}, r"ids have the shape \(3,\)"),
     "a box that overlaps": (lambda n: {"shape": (4 * n,), "box": ((0, 4),)}, "twice"),
     "another shape": (lambda n: {"shape": (5 * n,), "box": ((0, 4),)}, "shape"),
+    "a number as shape": (lambda n: {"shape": 4 * n, "box": ((0, 4),)}, "shape=.* must be a list of whole numbers"),
     "a box of another size": (lambda n: {"shape": (4 * n,), "box": ((0, 5),)}, "box.*4"),
     "no box": (lambda n: {"shape": (4 * n,), "box": None}, "shape=.* give the box"),
     "no numbers": (lambda n: {"local": ["a", "b"]}, "real numbers"),

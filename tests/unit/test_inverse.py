@@ -240,6 +240,8 @@ def test_adjoints(dtype: type, close: float, capsys: pytest.CaptureFixture[str])
         assert not mpishard.check_adjoint(forward, wrong, x, y, disp=False)
     with pytest.raises(ValueError, match="adjoint gives shape"):
         mpishard.check_adjoint(forward, lambda y: y, x, y, disp=False)
+    with pytest.raises(TypeError, match=r"adjoint=array.* must be a function"):
+        mpishard.check_adjoint(forward, A.T, x, y, disp=False)
     for given in ((forward, wrong, x + 0j, y), (forward, wrong, x, y + 0j), (forward, lambda y: x + 0j, x, y)):
         with pytest.raises(TypeError, match="is complex"):
             mpishard.check_adjoint(*given, disp=False)
