@@ -450,9 +450,8 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
 
     def check(self, piece: StoredPiece) -> None:
         """Raise ValueError, as `read_piece`, unless all of the data set of a piece can be read; decodes its chunks."""
-        with refusing(self._contents.folder / piece.file):
-            with naming(piece.dataset):
-                hdf5.check_chunks(self._open(piece).dataset)
+        with refusing(self._contents.folder / piece.file), naming(piece.dataset):
+            hdf5.check_chunks(self._open(piece).dataset)
 
     def _open(self, piece: StoredPiece) -> _OpenDataset:
         """Open the data set of a piece, and check it."""

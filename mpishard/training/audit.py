@@ -282,10 +282,7 @@ class AuditedRunner(StepRunner):
             carried.restore(before)
         found = _digest(np.array([loss]))
         for bucket in self.reducer.buckets:
-            if self.of_model:
-                own = self.reducer.completed(bucket)
-            else:
-                own = self._gradients[bucket.start : bucket.stop]
+            own = self.reducer.completed(bucket) if self.of_model else self._gradients[bucket.start : bucket.stop]
             found ^= _digest(own, bucket)
         self.parameters.reset_gradients()
         return found
