@@ -225,6 +225,8 @@ class Unknowns:
         """The tensors for whose elements options are given: the whole ones, or this rank's parts."""
         if not self.is_cut_by_application:
             return self.specs
+        if self.parameters is not None:
+            return tuple(ParameterSpec(piece.name, piece.shape) for piece in self.parameters.pieces)
         return (ParameterSpec("x", self._shape),) if self.tree is None else self.tree.specs
 
     def options(self, bounds: Any, **elements: Any) -> dict[str, Any]:

@@ -209,6 +209,10 @@ def reflective(
     """
     if not isinstance(start, State):
         start = strictly_inside(start, lower, upper, 1e-10)
+    elif not ((lower < start.x) & (start.x < upper)).all():
+        raise ValueError(
+            "the checkpoint is of other bounds, and its point is outside of these; give those of then, or resume=False"
+        )
     state, products = _begun(cost, gram, start, options)
     x = state.x
     if math.isnan(state.radius):

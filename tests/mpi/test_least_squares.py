@@ -332,6 +332,9 @@ def test_an_exact_method_is_saved_and_continues(comm, mesh, folder, case):
         assert len(calls) < 4
         with pytest.raises(ValueError, match="is of other residuals"):
             run(mesh, lambda x: 2 * problem.residuals(x)[own])
+        if case == "cauchy in bounds":
+            with pytest.raises(ValueError, match="of other bounds"):
+                run(mesh, bounds=(problem.start - 1e-9, problem.start + 1e-9))
         if case == "lm":
             with pytest.raises(ValueError, match="by lm, .*by trf"):
                 run(mesh, method="trf", x_scale=1.0)

@@ -1236,3 +1236,17 @@ def test_the_values_of_a_start_may_be_others_later(comm):
         start.local[...] = WANTED[numbers]
         found = minimize(Misfit(numbers, mesh), start, mesh=mesh, reduction="sum")
         assert found.nit == 0 and np.array_equal(found.x, WANTED[numbers])
+
+
+@pytest.mark.parametrize("given", [{"bounds": {"field": (0, 1)}}, {}], ids=["bounds", "L1"])
+def test_options_of_tensors_that_the_application_has_cut_go_by_name(comm, given):
+    with mpishard.Mesh(tensor=comm.size) as mesh:
+        spec = mpishard.ParameterSpec("field", (comm.size, 3), parts=[((k, k + 1), (0, 3)) for k in range(comm.size)])
+        named = mpishard.FlatParameters([spec], np.float64, place=mesh.place)
+
+        def fun(x):
+            return 0.5 * ((x["field"] - 2) ** 2).sum(), {"field": x["field"] - 2}
+
+        how = {"mesh": mesh, "reduction": "sum"}
+        minimize(fun if given else mpishard.regularized(fun, mpishard.L1({"field": 1.0}), **how), named, **how, **given)
+        assert np.allclose(named.flat, 1, atol=1e-5)
