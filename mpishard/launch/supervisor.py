@@ -14,6 +14,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -189,6 +190,9 @@ class Supervisor:
         return subprocess.Popen(
             [*words, *self._command],
             stdin=subprocess.DEVNULL,
+            # MPICH's launcher fails where one of these is closed.
+            stdout=subprocess.DEVNULL if sys.stdout is None else None,
+            stderr=subprocess.DEVNULL if sys.stderr is None else None,
             env=environment,
             start_new_session=True,
             preexec_fn=die_with_parent,
