@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mpishard.io.files import read_note, remove_notes, write_note
+from mpishard.launch.processes import BEGAN, process_facts, this_machine
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
@@ -43,6 +44,15 @@ def patiently(call: Callable[[], T]) -> T:
             if stays or time.monotonic() > limit:
                 raise
         time.sleep(_AGAIN_S)
+
+
+def _identity(process: Any) -> list[Any]:
+    """What tells a process that lives from all others; empty if it is gone, or if this system does not tell."""
+    with contextlib.suppress(OSError):
+        facts = process_facts(process)
+        if facts[0] not in "ZX":
+            return [this_machine(), process, facts[BEGAN]]
+    return []
 
 
 def raised_by_all(error: E, ranks: int) -> E:
@@ -134,10 +144,15 @@ class JobNotes:
     def create(cls, path: Path) -> JobNotes:
         """Make the folder for a first start, or use an existing one; the notes of an earlier run in it are removed.
 
-        The folder above it must exist.  Raises ValueError if others may read the folder or it belongs to another user.
+        The folder above it must exist.  Raises ValueError if others may read the folder or it belongs to another user,
+        and if a run of this machine uses it: each would end the processes of the other.
         """
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
+        holder, own = read_note(path / "supervisor", private=True), _identity(os.getpid())
+        if holder and holder != own and holder == _identity(holder[1]):
+            raise ValueError(f"{path} is used by another mpishard run, process {holder[1]}; give each its own --folder")
+        write_note(path / "supervisor", own, private=True)
         names = "started training step cell ended given-up failure echo aborted healed ending".split()
         remove_notes(path, *(f"{name}-" for name in names))
         begun = cls(path.absolute(), -1).next()

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,7 @@ from mpishard.launch.restart_policy import (
     Start,
     Stop,
     decide,
+    reported,
     signal_name,
 )
 from mpishard.launch.script import RUNNER, with_runner
@@ -140,6 +142,10 @@ class Supervisor:
             silent = self._watch(process, start, folder, monitor, ended)
             ended = time.monotonic()
             outcome = self._end_job(process, folder, monitor, bool(silent))
+            if _is_taken(folder):
+                self._say(f"{folder.path} is gone, or another mpishard run has taken it; the run ends")
+                code = reported(outcome)
+                return (exit_code(outcome.code) or 1) if code is None else code
             folder = patiently(folder.next)  # processes that cannot be reached see this and end themselves
             asked = tuple(host for host in self.hosts if host not in silent)
             answering = sweep(asked, self.job.hosts.shell, self.job.hosts.probe_limit, "MPISHARD_RUN", str(folder.path))
@@ -184,6 +190,9 @@ class Supervisor:
         return subprocess.Popen(
             [*words, *self._command],
             stdin=subprocess.DEVNULL,
+            # MPICH's launcher fails where one of these is closed.
+            stdout=subprocess.DEVNULL if sys.stdout is None else None,
+            stderr=subprocess.DEVNULL if sys.stderr is None else None,
             env=environment,
             start_new_session=True,
             preexec_fn=die_with_parent,
@@ -278,6 +287,11 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         say(f"mpishard run: {text}")
+
+
+def _is_taken(folder: JobNotes) -> bool:
+    """Return True if another supervisor, which this one must leave alone, has begun a start in the folder."""
+    return patiently(lambda: folder.is_over)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ def main() -> int:
     package.__path__ = [str(here.parent)]
     sys.modules["mpishard"] = package
 
+    from mpishard.io.terminal import say
     from mpishard.launch.launchers import HostSettings
     from mpishard.launch.restart_policy import Policy, ProgressLimits
     from mpishard.launch.supervisor import Job, Supervisor
@@ -37,9 +38,11 @@ def main() -> int:
         message = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             message += "; give --folder a path for the run's notes that can be written, and that all hosts see"
-    print(f"mpishard: error: {message}", file=sys.stderr)
+    say(f"mpishard: error: {message}")
     return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr = None  # Python would make 120 of the code for what could not be written, as on a full disk
+    sys.exit(code)

@@ -246,4 +246,6 @@ def _is_answer(found: Any) -> bool:
 
 
 def _has(found: Any, fields: Mapping[str, Any]) -> bool:
-    return isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in fields.items())
+    return isinstance(found, dict) and all(
+        name in found and isinstance(found[name], kind) for name, kind in fields.items()
+    )

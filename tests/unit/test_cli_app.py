@@ -86,7 +86,12 @@ def test_an_error_does_not_steer_the_terminal(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("name", "to", "code"),
-    [("inspect", ">&-", 0), ("verify", "", 141), ("run --min-workers 2 -n 1 true", ">&- 2>&-", 2)],
+    [
+        ("inspect", ">&-", 0),
+        ("verify", "", 141),
+        ("run -n 1 python -c 'import mpishard'", ">&- 2>&-", 0),
+        ("run --min-workers 2 -n 1 true", "2>/dev/full", 2),
+    ],
 )
 def test_what_nobody_reads_is_no_damage(name, to, code, tmp_path):
     """With a closed output, and with a pipe that nobody reads any more."""

@@ -520,6 +520,7 @@ ANSWER |= {"host": "host", "file": "", "call": None, "stack": []}
         "7",
         "[" * 100_000,
         '{"rank": 0}',
+        json.dumps({name: value for name, value in ANSWER.items() if name != "call"}),
         *(json.dumps(ANSWER | wrong) for wrong in ({"call": {"seconds": 9}}, {"step": "x"}, {"stack": [{}]})),
     ],
 )
@@ -640,7 +641,7 @@ class TestWrongPlaces:
             *(("processes/host-0", {"seconds": value}) for value in (3, ["x"], None)),
             *(("processes/host-0", {"axes": value}) for value in ([], {"data": 1}, {"data": {"seconds": 1}})),
             *(("processes/host-0", wrong) for wrong in ({"phases": {"a": "x"}}, {"step": "x"}, {"step": 2**70})),
-            ("processes/host-0", {"time": "x"}),
+            *(("processes/host-0", wrong) for wrong in ({"time": "x"}, {"pipeline": []})),
             *(("starts", {"problem": value}) for value in ([], {"steps": "x"}, {"batch_size": "x"})),
             *(("starts", wrong) for wrong in ({"time": "x"}, {"every": "x"}, {"command": 3, "mesh": []})),
             ("logged", {"a": {}}),

@@ -23,9 +23,10 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard.comm import supervisor_reports
+from mpishard.io.files import write_note
 from mpishard.launch import restart_policy
 from mpishard.launch.exit_codes import _code_of_script, _main_frame, _ran_to_its_end, _Unknown
-from mpishard.launch.job_notes import Ended, Failure, Heal, JobNotes, Notes, raised_by_all
+from mpishard.launch.job_notes import Ended, Failure, Heal, JobNotes, Notes, _identity, raised_by_all
 from mpishard.launch.launchers import Launcher, find_launcher, parse_hosts
 from mpishard.launch.processes import Offspring
 from mpishard.launch.supervisor import Job, Supervisor, _in_lines, _temporary_folder
@@ -95,7 +96,11 @@ def test_notes_of_a_run(tmp_path):
     again = JobNotes.create(first.path)
     assert not again.is_restart and again.next().is_restart
     again = JobNotes.create(first.path)
-    assert again.attempt == 4 and again.notes == Notes() and [path.name for path in first.path.iterdir()] == ["start"]
+    assert (
+        again.attempt == 4
+        and again.notes == Notes()
+        and {path.name for path in first.path.iterdir()} == {"start", "supervisor"}
+    )
     assert second.is_over and not again.is_over
     (first.path / "start").unlink()
     assert again.is_over
@@ -111,7 +116,7 @@ def test_a_note_that_does_not_fit_on_the_disk(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.filename == str(folder.path / "step-0") and caught.value.errno == errno.EFBIG
-    assert [path.name for path in folder.path.iterdir()] == ["start"]
+    assert {path.name for path in folder.path.iterdir()} == {"start", "supervisor"}
 
 
 def test_a_folder_that_others_may_open(tmp_path):
@@ -527,6 +532,21 @@ def test_what_the_supervisor_cannot_read_or_write_for_a_while_ends_no_job(tmp_pa
     monkeypatch.setattr(sys, "stderr", Mock(write=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))))
     assert supervisor._watch(process, start, folder, monitor, 0.0) == set()
     assert look.call_count == 2
+
+
+def test_a_folder_that_another_run_takes(tmp_path, monkeypatch):
+    """One of this machine may not while its supervisor lives; one of another ends this run, which leaves it alone."""
+    folder = JobNotes.create(tmp_path / "run")
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        write_note(folder.path / "supervisor", _identity(other.pid))
+        with pytest.raises(ValueError, match=f"run is used by another mpishard run, process {other.pid}; .*--folder"):
+            JobNotes.create(folder.path)
+    folder, taken = JobNotes.create(folder.path), []
+    supervisor = Supervisor(Job(("true",), ranks=1, launcher="true"))
+    monkeypatch.setattr(supervisor, "_end_all", lambda: None)
+    monkeypatch.setattr(supervisor, "_watch", lambda process, *_: {*map(taken.append, [folder.next()])} and set())
+    assert supervisor._run(folder) == 1
+    assert not taken[0].is_over
 
 
 def test_a_disk_that_fails_for_a_while_does_not_end_the_run(tmp_path, monkeypatch):
