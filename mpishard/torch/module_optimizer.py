@@ -383,9 +383,13 @@ class ModuleOptimizer(torch.optim.Optimizer):
         Tensor
             Of its shape and dtype; the loss itself, times 1, without ``ShardingConfiguration(loss_scale=)``.
         """
-        if isinstance(self._hooks, SentHooks):
-            self._hooks.loss_is_scaled = True
-        return loss * self.parameters.loss_scale
+        hooks, scaled = self._hooks, loss * self.parameters.loss_scale
+        if isinstance(hooks, SentHooks):
+            if isinstance(scaled, torch.Tensor) and scaled.requires_grad:  # zero_grad() may come before its pass
+                scaled.register_hook(hooks.note_scaled_loss)
+            else:
+                hooks.note_scaled_loss()
+        return scaled
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients of backward passes that no step has used.

@@ -177,17 +177,20 @@ def test_a_loss_scale_keeps_gradients_of_float16(mesh, scale):
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("scaled", ["", "scaled", "scaled before zero_grad"])
 def test_a_scaled_loss_keeps_gradients_of_float16(mesh, scaled, zero):
     module = make("float16")
     config = ShardingConfiguration(mesh, loss_scale=2.0**24)
     optimizer = mpishard.torch.as_distributed(module, config, mpishard.SGD(lr=1e6), zero=zero)
     before = masters_of(optimizer)["second.weight"]
     loss = loss_of(module, 0, mesh.rank, mesh.size) * 1e-9
-    (optimizer.scale(loss) if scaled else loss).backward()
+    loss = optimizer.scale(loss) if scaled else loss
+    if scaled.endswith("zero_grad"):
+        optimizer.zero_grad()
+    loss.backward()
     optimizer.step()
     moved = (masters_of(optimizer)["second.weight"] - before).abs().max()
-    assert (moved > 0) == scaled and moved < 0.01
+    assert (moved > 0) == bool(scaled) and moved < 0.01
     assert optimizer.optimizer.steps == 1
 
 
