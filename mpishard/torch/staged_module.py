@@ -151,7 +151,7 @@ class StagedModule:
         for tensor in (*buffers.values(), *(() if is_filled else self._tensors.values())):
             broadcast_values(tensor, self._axis)
         for layer in self.layers:
-            inside = {names[id(each)] for each in layer.module.buffers() if id(each) in names}
+            inside = [names[id(each)] for each in layer.module.buffers() if id(each) in names]
             self._stage_of_buffer.update(dict.fromkeys(inside, layer.stage))
         name_of = {id(p): name for name, p in self._tensors.items() if not self.holds(name)}
         for child in self.module.modules():

@@ -153,6 +153,17 @@ def test_a_stage_may_have_no_gradient(pipeline_mesh):
     optimizer.close()
 
 
+def test_buffers_of_a_layer_are_those_of_its_stage(pipeline_mesh):
+    """Several of them, of one size and of another."""
+    module = torch.nn.Sequential(*(each for _ in range(4) for each in (torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))))
+    for number, buffer in enumerate(module.buffers()):
+        buffer.fill_(number)
+    before = [buffer.clone() for buffer in module.buffers()]
+    optimizer = mpishard.torch.as_distributed(module, pipeline_mesh, RULE)
+    optimizer.close()
+    assert all(map(torch.equal, module.buffers(), before))
+
+
 @pytest.mark.parametrize("zero", [0, *variants.full(2)])
 def test_the_norm_is_that_of_the_whole_gradient(pipeline_mesh, zero):
     check_norm(STREAMS, pipeline_mesh, zero)
