@@ -20,6 +20,7 @@ from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
+from mpishard.torch.buffers import buffers_aside
 from mpishard.torch.cut_module import CutModule
 from mpishard.torch.memory import as_reals, broadcast_values
 from mpishard.torch.stages import StageLayer
@@ -273,20 +274,14 @@ class StagedModule:
             if self.cuts is not None:
                 self.cuts.end_pass()
 
-    @contextlib.contextmanager
-    def buffers_without_values(self, layers: Iterable[StageLayer]) -> Iterator[None]:
+    def buffers_without_values(self, layers: Iterable[StageLayer]) -> contextlib.AbstractContextManager[None]:
         """A context in which the buffers of some layers stay as they are: these have others. Not collective."""
-        found = []
-        for layer in layers:
-            for child in layer.module.modules():
-                found += [(child._buffers, key, each) for key, each in child._buffers.items() if each is not None]
-        try:
-            for table, key, buffer in found:
-                table[key] = self.mode.from_tensor(buffer)
-            yield
-        finally:
-            for table, key, buffer in found:
-                table[key] = buffer
+        return buffers_aside([child for layer in layers for child in layer.module.modules()], self.mode.from_tensor)
+
+    def buffers_around(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which the buffers of modules in no layer stay as they are. Not collective."""
+        inside = {child for layer in self.layers for child in layer.module.modules()}
+        return buffers_aside([child for child in self.module.modules() if child not in inside])
 
     @contextlib.contextmanager
     def gradients_aside(self) -> Iterator[None]:

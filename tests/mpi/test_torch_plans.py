@@ -425,7 +425,9 @@ def test_a_tensor_that_is_whole_beside_cut_features_is_found_in_the_first_step(t
 @needs_ranks
 def test_the_check_of_a_pass_leaves_no_trace_and_says_where_it_was_not_made(tensor_mesh, capsys):
     module = fresh(kind=Between, function=lambda x, y: torch.tanh(y), features=12, kept=12)
+    module.register_buffer("passes", torch.zeros(()))
     optimizer = distributed(module, tensor_mesh, plan=BETWEEN)
+    module.first.register_forward_hook(lambda *_: module.passes.add_(1) and None)
     x = torch.ones(4, WIDTH).double()
     state = torch.get_rng_state()
     module(x, cache=object()).sum().backward()
@@ -438,6 +440,7 @@ def test_the_check_of_a_pass_leaves_no_trace_and_says_where_it_was_not_made(tens
     module(x)
     assert tensor_mesh.ledger.summary()["tensor.all_gather activations"]["calls"] == calls + calls // 2
     assert torch.equal(torch.get_rng_state(), state)
+    assert module.passes == 3
     optimizer.close()
 
 
