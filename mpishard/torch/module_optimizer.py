@@ -79,7 +79,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         self._is_made = True
         state.use(loop_hooks(state, optimizer))
         state.parameters.reset_gradients()
-        self._end = weakref.finalize(self, state.release)
+        self._end = weakref.finalize(self, _let_go, state, groups.hook)
         self._end.atexit = False
 
     def close(self) -> None:
@@ -608,6 +608,12 @@ class ModuleOptimizer(torch.optim.Optimizer):
         self._state.hooks.clear()
         self._groups.show(self.optimizer.steps)
         return facts
+
+
+def _let_go(state: ModuleState, hook: Any) -> None:
+    if hook is not None:
+        hook.remove()
+    state.release()
 
 
 def _check_masters(saved: Mapping[str, Any], here: Mapping[str, tuple[int, ...]]) -> None:
