@@ -72,6 +72,7 @@ class StagedModule:
         self._places: dict[str, list[tuple[Any, str]]] = {}  # where an absent parameter is in the module
         self._fakes: dict[str, Any] = {}  # what is there now
         self._stage_of_buffer: dict[str, int] = {}
+        self.take_buffers: Callable[[], object] = lambda: None  # takes the values of tensors that have replaced some
         self._buffers: dict[str, Any] = {}
         self._handles: list[Any] = []
         self._walk: Walk | None = None
@@ -203,6 +204,8 @@ class StagedModule:
 
     def share_buffers(self) -> None:
         """Give all stages the buffers of the layers of each."""
+        with contextlib.suppress(ValueError):  # which a step or a save raises
+            self.take_buffers()
         for name, stage in self._stage_of_buffer.items():
             broadcast_values(self._buffers[name], self._axis, self.place.runner(stage))
 
