@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from mpishard.comm.agreement import opening, text_of
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.errors import CaughtError, raised_on_all
@@ -459,12 +461,18 @@ class OptimizerState(ABC):
         assert full is not None
         self.restore_settings(full.facts)
         self.counters.steps, self.counters.skipped_steps = full.steps, full.skipped_steps
-        self.counters.scaling.restore(full.loss_scale)
+        if not self._has_gradients():  # else these have the loss scale that there is
+            self.counters.scaling.restore(full.loss_scale)
         if self._on_rank is None:
             self._deserialized = full
         else:
             self._fill(self._on_rank, full)
             self._on_rank.prepare_step(self.counters)
+
+    def _has_gradients(self) -> bool:
+        """Whether any rank has gradients of a backward pass that no step has used. Collective over the mesh."""
+        own = self._on_rank is not None and self._on_rank.parameters.gradients.has_content
+        return bool(self._optimizer.world.all_reduce(np.array([own], np.int64), op="max", label="control")[0])
 
     def _fill(self, on_rank: RankState, full: FullState) -> None:
         on_rank.fill(on_rank.slots, full.slots)

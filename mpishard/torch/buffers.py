@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,20 @@ def check_mode(buffers: Any) -> None:
     """Raise ValueError unless this is a treatment of buffers."""
     if buffers not in MODES:
         raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
+
+
+@contextmanager
+def buffers_aside(modules: Iterable[Any], copied: Callable[[Any], Any] = torch.clone) -> Iterator[None]:
+    """A context in which modules have copies of their buffers: what a pass writes to these is forgotten."""
+    found = [(child._buffers, key, each) for child in modules for key, each in child._buffers.items()]
+    copies = {id(each): copied(each) for *_, each in found if each is not None}
+    try:
+        for table, key, buffer in found:
+            table[key] = copies.get(id(buffer))
+        yield
+    finally:
+        for table, key, buffer in found:
+            table[key] = buffer
 
 
 class BufferOwner:
@@ -157,6 +172,7 @@ class Buffers:
 
     def consolidate(self, axis: Axis) -> None:
         """`synchronize`, unless the values are equal, whose mean may differ from them by rounding. Collective."""
+        self.take_back()
         if self.mode == "average" and axis.size > 1:
             own = self._digest()
             most, least = axis.all_reduce(np.array([own, -own], np.int64), op="max", label="control").tolist()

@@ -25,7 +25,7 @@ from mpishard.torch.divided_logits import LossOfLabels, cross_entropy_of_parts
 from mpishard.torch.experts import dealt_of_all
 from mpishard.torch.memory import as_array
 from mpishard.torch.plan_checks import PassRecord, check_numbers, copied, is_plain
-from mpishard.torch.plans import LayerCut, dropout_rate, planned, terms_of
+from mpishard.torch.plans import LayerCut, dropouts_of, planned, terms_of
 from mpishard.torch.tensor_ops import moved
 from mpishard.torch.tensor_parallel_module import TensorParallelModule, TensorPart
 from mpishard.torch.units import ModuleHook, plain_name, uncompiled
@@ -80,7 +80,7 @@ class CutModule(TensorParallelModule):
         self._cuts = cuts
         self._enter, self._leave = Copy(self._axis), Reduce(self._axis)
         self._entered: tuple[Any, int, Any] = None, 0, None  # the last input that was entered, its version, the result
-        self._drops = dropout_rate(module) > 0
+        self._dropouts = dropouts_of(module)
         self._loss = LossOfLabels(module, cuts, mesh)
         # Attributes that count heads, each with its value in the whole module.
         counts = {(id(each.attention), each.name): each for cut in cuts for each in cut.counts}
@@ -341,7 +341,8 @@ class CutModule(TensorParallelModule):
         if self._mesh.pipeline.size == 1:
             self._agree_on_inputs(args, kwargs)
         self._loss.begin(kwargs)
-        if self._drops and module.training:
+        # Some may drop in evaluation, and rates may change.
+        if any(child.training and vars(child).get(name) for child, name in self._dropouts):
             device = next(iter(self._tensors.values())).device
             state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
             self._axis.broadcast(as_array(state), label="control")

@@ -37,6 +37,7 @@ class ParameterGroups:
         self.groups = groups  # as `param_groups` of an optimizer of PyTorch
         self.defaults = defaults  # the values of a group where it does not set them
         self.names: frozenset[str] = frozenset({"lr"})  # the fields of the rule that follow the groups
+        self.hook: Any = None  # the handle of one by which their owner refuses to take steps by itself
         self._sizes = [len(group["params"]) for group in groups]
         # The values that are compared between ranks.
         self._options = list(defaults)
@@ -164,7 +165,7 @@ class LiveGroups(ParameterGroups):
         if self._divides:
             self.optimizer.state.clear()
         self.note_state()
-        self.optimizer.register_step_pre_hook(self._refuse)
+        self.hook = self.optimizer.register_step_pre_hook(self._refuse)
 
     def note_state(self) -> None:
         """Note that the optimizer has the state that it shall have."""

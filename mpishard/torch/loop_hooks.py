@@ -265,6 +265,10 @@ class SentHooks(LoopHooks):
         super().clear(keeps_calls=keeps_calls)
         self.loss_is_scaled = False
 
+    def note_scaled_loss(self, *_: Any) -> None:
+        """Note that the gradients of this step come multiplied by the loss scale."""
+        self.loss_is_scaled = True
+
     def take_changes(self) -> None:
         for name, p in self.tensors.items():
             self._check_kept(name, p, name == self._dropped_alone or (p.grad is not None and _is_dropped(p.grad)))

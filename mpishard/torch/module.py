@@ -166,6 +166,8 @@ class ModuleState(CarriedState):
             BufferOwner(plain_name(f"{path}." if path else ""), child, names) for path, child in module.named_modules()
         ]
         self.buffers: Buffers = Buffers(tensors.buffers, buffers, owners)
+        if stages is not None:
+            stages.take_buffers = self.buffers.take_back
         self.problem_hooks: ProblemHooks = ProblemHooks(self.parameters, tensors.trained, self.units)
         self.hooks: GradientHooks = self.problem_hooks  # those in use
         self.hooks.attach()

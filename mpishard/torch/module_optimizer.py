@@ -79,7 +79,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         self._is_made = True
         state.use(loop_hooks(state, optimizer))
         state.parameters.reset_gradients()
-        self._end = weakref.finalize(self, state.release)
+        self._end = weakref.finalize(self, _let_go, state, groups.hook)
         self._end.atexit = False
 
     def close(self) -> None:
@@ -388,9 +388,13 @@ class ModuleOptimizer(torch.optim.Optimizer):
         Tensor
             Of its shape and dtype; the loss itself, times 1, without ``ShardingConfiguration(loss_scale=)``.
         """
-        if isinstance(self._hooks, SentHooks):
-            self._hooks.loss_is_scaled = True
-        return loss * self.parameters.loss_scale
+        hooks, scaled = self._hooks, loss * self.parameters.loss_scale
+        if isinstance(hooks, SentHooks):
+            if isinstance(scaled, torch.Tensor) and scaled.requires_grad:  # zero_grad() may come before its pass
+                scaled.register_hook(hooks.note_scaled_loss)
+            else:
+                hooks.note_scaled_loss()
+        return scaled
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients of backward passes that no step has used.
@@ -619,6 +623,12 @@ class ModuleOptimizer(torch.optim.Optimizer):
         self._state.hooks.clear()
         self._groups.show(self.optimizer.steps)
         return facts
+
+
+def _let_go(state: ModuleState, hook: Any) -> None:
+    if hook is not None:
+        hook.remove()
+    state.release()
 
 
 def _check_masters(saved: Mapping[str, Any], here: Mapping[str, tuple[int, ...]]) -> None:

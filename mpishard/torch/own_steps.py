@@ -49,8 +49,6 @@ class OwnSteps(AuxiliaryState):
 
     def __init__(self, live: LiveGroups) -> None:
         self._live = live
-        # Of one that has a state before its first step, as Adagrad has.
-        self._begins_with_state = bool(live.optimizer.state)
         self._on_rank: RankState
         self._counters: Counters
 
@@ -89,7 +87,7 @@ class OwnSteps(AuxiliaryState):
         arguments = live.arguments(group)
         if steps:
             return state_after(live.kind, arguments, live.division, values, slots, steps)
-        return dict(live.kind([values], **arguments).state.get(values, {})) if self._begins_with_state else {}
+        return dict(live.kind([values], **arguments).state.get(values, {}))  # Adagrad begins with one
 
 
 # Of the shards of this rank.

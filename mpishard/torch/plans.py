@@ -416,13 +416,19 @@ def _head_size(parent: Any) -> int:
     return next((each for name in _HEAD_SIZES if isinstance(each := getattr(parent, name, None), int)), 0)
 
 
+def dropouts_of(parent: Any) -> list[tuple[Any, str]]:
+    """The rates of dropout in a module: submodules, each with the name of the attribute that has its rate."""
+    found = []
+    for child in parent.modules():
+        is_layer = isinstance(child, torch.nn.modules.dropout._DropoutNd)
+        named = [name for name, value in vars(child).items() if "dropout" in name and isinstance(value, float)]
+        found += [(child, name) for name in (*named, *["p"] * is_layer)]
+    return found
+
+
 def dropout_rate(parent: Any) -> float:
     """The largest rate of dropout in a module, as a layer or a number by that name; 0 if there is none."""
-    rates = [0.0]
-    for child in parent.modules():
-        named = [value for name, value in vars(child).items() if "dropout" in name and isinstance(value, float)]
-        rates += [*named, child.p] if isinstance(child, torch.nn.modules.dropout._DropoutNd) else named
-    return max(rates)
+    return max((getattr(*each) for each in dropouts_of(parent)), default=0.0)
 
 
 def terms_of(module: Any, styles: Mapping[str, Style]) -> Iterator[Any]:

@@ -240,7 +240,8 @@ class Survey:
         staged, loss = self._staged, None
         silent = nullcontext() if staged.cuts is None else staged.cuts.without_messages()
         without = staged.buffers_without_values(staged.layers)
-        with staged.following(self), silent, without, staged.gradients_aside(), torch.set_grad_enabled(trains):
+        around, aside = staged.buffers_around(), staged.gradients_aside()
+        with staged.following(self), silent, without, around, aside, torch.set_grad_enabled(trains):
             try:
                 loss = function(staged.module, *arguments)
             except NEEDS_VALUES as error:  # a loss may look at its value

@@ -20,6 +20,7 @@ from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
+from mpishard.torch.buffers import buffers_aside
 from mpishard.torch.cut_module import CutModule
 from mpishard.torch.memory import as_reals, broadcast_values
 from mpishard.torch.stages import StageLayer
@@ -71,6 +72,7 @@ class StagedModule:
         self._places: dict[str, list[tuple[Any, str]]] = {}  # where an absent parameter is in the module
         self._fakes: dict[str, Any] = {}  # what is there now
         self._stage_of_buffer: dict[str, int] = {}
+        self.take_buffers: Callable[[], object] = lambda: None  # takes the values of tensors that have replaced some
         self._buffers: dict[str, Any] = {}
         self._handles: list[Any] = []
         self._walk: Walk | None = None
@@ -151,7 +153,7 @@ class StagedModule:
         for tensor in (*buffers.values(), *(() if is_filled else self._tensors.values())):
             broadcast_values(tensor, self._axis)
         for layer in self.layers:
-            inside = {names[id(each)] for each in layer.module.buffers() if id(each) in names}
+            inside = [names[id(each)] for each in layer.module.buffers() if id(each) in names]
             self._stage_of_buffer.update(dict.fromkeys(inside, layer.stage))
         name_of = {id(p): name for name, p in self._tensors.items() if not self.holds(name)}
         for child in self.module.modules():
@@ -202,6 +204,8 @@ class StagedModule:
 
     def share_buffers(self) -> None:
         """Give all stages the buffers of the layers of each."""
+        with contextlib.suppress(ValueError):  # which a step or a save raises
+            self.take_buffers()
         for name, stage in self._stage_of_buffer.items():
             broadcast_values(self._buffers[name], self._axis, self.place.runner(stage))
 
@@ -273,20 +277,14 @@ class StagedModule:
             if self.cuts is not None:
                 self.cuts.end_pass()
 
-    @contextlib.contextmanager
-    def buffers_without_values(self, layers: Iterable[StageLayer]) -> Iterator[None]:
+    def buffers_without_values(self, layers: Iterable[StageLayer]) -> contextlib.AbstractContextManager[None]:
         """A context in which the buffers of some layers stay as they are: these have others. Not collective."""
-        found = []
-        for layer in layers:
-            for child in layer.module.modules():
-                found += [(child._buffers, key, each) for key, each in child._buffers.items() if each is not None]
-        try:
-            for table, key, buffer in found:
-                table[key] = self.mode.from_tensor(buffer)
-            yield
-        finally:
-            for table, key, buffer in found:
-                table[key] = buffer
+        return buffers_aside([child for layer in layers for child in layer.module.modules()], self.mode.from_tensor)
+
+    def buffers_around(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which the buffers of modules in no layer stay as they are. Not collective."""
+        inside = {child for layer in self.layers for child in layer.module.modules()}
+        return buffers_aside([child for child in self.module.modules() if child not in inside])
 
     @contextlib.contextmanager
     def gradients_aside(self) -> Iterator[None]:

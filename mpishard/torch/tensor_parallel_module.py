@@ -22,7 +22,7 @@ from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.boxes import run_lengths, whole_box
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
-from mpishard.torch.buffers import as_fact
+from mpishard.torch.buffers import as_fact, buffers_aside
 from mpishard.torch.memory import as_array, as_reals, broadcast_values, finish_stream
 from mpishard.torch.plan_checks import PassRecord, ReplicaGradients, is_plain
 from mpishard.torch.units import HOW_TO_SAVE, ModuleHook, tensors_in
@@ -373,14 +373,15 @@ class TensorParallelModule:
 
     @contextlib.contextmanager
     def _without_trace(self, module: Any, gathered: Any) -> Iterator[None]:
-        """A context for passes that are compared: in evaluation mode, with random numbers of their own."""
+        """A context for passes that are compared: in evaluation mode, with random numbers and buffers of their own."""
         modes = {child: child.training for child in module.modules()}
         device = next(iter(self._tensors.values())).device
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), gathered():
             try:
                 for child in modes:
                     child.training = False
-                yield
+                with buffers_aside(module.modules()):
+                    yield
             finally:
                 for child, mode in modes.items():
                     child.training = mode

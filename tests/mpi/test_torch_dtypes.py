@@ -12,6 +12,7 @@ import mpishard
 from mpishard import Mesh, ShardingConfiguration
 
 torch = pytest.importorskip("torch")
+from torch_models import assert_same_parameters  # noqa: E402
 
 SAMPLES = 48
 RULE = mpishard.AdamW(lr=1e-2)
@@ -177,18 +178,42 @@ def test_a_loss_scale_keeps_gradients_of_float16(mesh, scale):
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("scaled", ["", "scaled", "scaled before zero_grad"])
 def test_a_scaled_loss_keeps_gradients_of_float16(mesh, scaled, zero):
     module = make("float16")
     config = ShardingConfiguration(mesh, loss_scale=2.0**24)
     optimizer = mpishard.torch.as_distributed(module, config, mpishard.SGD(lr=1e6), zero=zero)
     before = masters_of(optimizer)["second.weight"]
     loss = loss_of(module, 0, mesh.rank, mesh.size) * 1e-9
-    (optimizer.scale(loss) if scaled else loss).backward()
+    loss = optimizer.scale(loss) if scaled else loss
+    if scaled.endswith("zero_grad"):
+        optimizer.zero_grad()
+    loss.backward()
     optimizer.step()
     moved = (masters_of(optimizer)["second.weight"] - before).abs().max()
-    assert (moved > 0) == scaled and moved < 0.01
+    assert (moved > 0) == bool(scaled) and moved < 0.01
     assert optimizer.optimizer.steps == 1
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_state_that_is_loaded_between_two_passes_leaves_their_loss_scale(mesh, zero):
+    """Which an overflow has halved since it was saved."""
+    ends = []
+    for loads in (False, True):
+        module = make("double")
+        config = ShardingConfiguration(mesh, loss_scale="dynamic")
+        optimizer = mpishard.torch.as_distributed(module, config, mpishard.SGD(lr=0.1), zero=zero)
+        state = optimizer.state_dict()
+        for factor in (torch.inf, 1.0):
+            with optimizer.no_sync():
+                optimizer.scale(loss_of(module, 0, mesh.rank, mesh.size) * factor).backward()
+            if loads and factor == 1:
+                optimizer.load_state_dict(state)
+            optimizer.scale(loss_of(module, 1, mesh.rank, mesh.size)).backward()
+            optimizer.step()
+        ends.append(module)
+        optimizer.close()
+    assert_same_parameters(*ends)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "mixed", "double", "complex"])

@@ -190,15 +190,21 @@ def test_optimizers_of_whole_tensors_see_whole_tensors(tensor_mesh, zero):
 
 
 @needs_ranks
-def test_what_all_ranks_have_whole_drops_out_the_same_elements(comm):
-    """Ranks begin with other random numbers; after each step their copies are compared."""
+@pytest.mark.parametrize("later", [False, True])
+def test_what_all_ranks_have_whole_drops_out_the_same_elements(comm, later):
+    """Ranks begin with other random numbers; after each step their copies are compared.
+
+    `later`: at a rate that is set then, in a layer that alone is in training mode.
+    """
     with Mesh(comm, tensor=comm.size, debug=True) as mesh:
         module = torch.nn.Sequential(
-            torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.5), torch.nn.Linear(WIDTH, 4 * comm.size)
+            torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.5 * (not later)), torch.nn.Linear(WIDTH, 4 * comm.size)
         )
         module.append(torch.nn.ReLU()).append(torch.nn.Linear(4 * comm.size, WIDTH))
         optimizer = mpishard.torch.as_distributed(module, mesh, RULE, plan={"2": "colwise", "4": "rowwise"})
         x = torch.arange(5.0 * WIDTH).reshape(5, WIDTH)
+        if later:
+            module.eval()[1].train().p = 0.5
         for step in range(3):
             torch.manual_seed(step + mesh.rank)
             module(x).square().sum().backward()
@@ -419,7 +425,9 @@ def test_a_tensor_that_is_whole_beside_cut_features_is_found_in_the_first_step(t
 @needs_ranks
 def test_the_check_of_a_pass_leaves_no_trace_and_says_where_it_was_not_made(tensor_mesh, capsys):
     module = fresh(kind=Between, function=lambda x, y: torch.tanh(y), features=12, kept=12)
+    module.register_buffer("passes", torch.zeros(()))
     optimizer = distributed(module, tensor_mesh, plan=BETWEEN)
+    module.first.register_forward_hook(lambda *_: module.passes.add_(1) and None)
     x = torch.ones(4, WIDTH).double()
     state = torch.get_rng_state()
     module(x, cache=object()).sum().backward()
@@ -432,6 +440,7 @@ def test_the_check_of_a_pass_leaves_no_trace_and_says_where_it_was_not_made(tens
     module(x)
     assert tensor_mesh.ledger.summary()["tensor.all_gather activations"]["calls"] == calls + calls // 2
     assert torch.equal(torch.get_rng_state(), state)
+    assert module.passes == 3
     optimizer.close()
 
 

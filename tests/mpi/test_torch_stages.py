@@ -153,6 +153,22 @@ def test_a_stage_may_have_no_gradient(pipeline_mesh):
     optimizer.close()
 
 
+def test_buffers_of_a_layer_are_those_of_its_stage(pipeline_mesh):
+    """Several of them, of one size and of another, of which others have taken the places of some."""
+    module = torch.nn.Sequential(*(each for _ in range(4) for each in (torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))))
+    for number, buffer in enumerate(module.buffers()):
+        buffer.fill_(number)
+    before = [buffer.clone() for buffer in module.buffers()]
+    optimizer = mpishard.torch.as_distributed(module, pipeline_mesh, RULE)
+    for layer in optimizer._state.stages.layers[1::2] if pipeline_mesh.size > 1 else ():
+        if pipeline_mesh.place.runs(layer.stage):
+            layer.module.running_mean = layer.module.running_mean + 0.5
+    optimizer.close()
+    changed = range(0, len(before), 3) if pipeline_mesh.size > 1 else ()
+    wanted = [each + 0.5 if number in changed else each for number, each in enumerate(before)]
+    torch.testing.assert_close([*module.buffers()], wanted, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("zero", [0, *variants.full(2)])
 def test_the_norm_is_that_of_the_whole_gradient(pipeline_mesh, zero):
     check_norm(STREAMS, pipeline_mesh, zero)

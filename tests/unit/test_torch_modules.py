@@ -508,6 +508,22 @@ def test_an_optimizer_takes_no_step_by_itself():
         assert settings.by_name()["lr of param_groups[1]"] == "0.5"
 
 
+@pytest.mark.parametrize("make", [adamw, adagrad])
+def test_an_optimizer_that_was_let_go_takes_steps_again(make):
+    """In another optimizer of as_distributed, and by itself; steps of the rank's shards have left no state."""
+    made = module()
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        theirs = make(made)
+        for _ in range(2):
+            optimizer = mpishard.torch.as_distributed(made, mesh, theirs, zero=1)
+            backward(made)
+            optimizer.step()
+            optimizer.close()
+    backward(made)
+    if make is adamw:  # `Adagrad` needs the state that it was made with
+        theirs.step()
+
+
 def with_buffer():
     made = module()
     made.register_buffer("seen", torch.zeros(1))

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_models import assert_same_parameters  # noqa: E402
 from torch_plans import RULE, WORDS, Transformer, adamw, fresh, loss_of, take_steps, words_of  # noqa: E402
 from torch_stages import (  # noqa: E402
+    MICRO,
     TwoStreams,
     made,
     passes_of_stages,
@@ -347,6 +348,15 @@ def test_micro_batches_of_a_whole_module(mesh):
         optimizer.loss(lambda module, words: module(words).sum((1, 2)), words_of(0)[:, :3].repeat(3, 1))
     optimizer.close()
     assert_same_parameters(module, whole, atol=1e-12)
+
+
+def test_a_pass_without_values_leaves_the_buffers_of_the_module(mesh):
+    module = made("sequential")
+    module.register_buffer("calls", torch.zeros(()))
+    module.register_forward_pre_hook(lambda *_: module.calls.add_(1) and None)
+    optimizer = virtual_stages(module, mesh, 2)
+    optimizer.loss_and_gradient(loss_of, words_of(0))
+    assert module.calls == 2 * MICRO
 
 
 def test_a_run_of_stages_is_that_of_the_module(mesh):
