@@ -239,7 +239,7 @@ def sweep(folder: Path, names: str) -> None:
 
     What cannot be removed stays, and does no harm.
     """
-    left = re.compile(rf"{re.escape(_UNFINISHED)}({names})-[0-9a-f]{{8,32}}", re.ASCII)
+    left = re.compile(rf"{re.escape(_UNFINISHED)}({names})-[0-9a-f]{{8,32}}(\.unheld)?", re.ASCII)
     for path in (folder / name for name in _names(folder) if left.fullmatch(name)):
         with suppress(OSError):
             held = path / MANIFEST if path.is_dir() and not path.is_symlink() else path

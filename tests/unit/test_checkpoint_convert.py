@@ -125,6 +125,7 @@ def test_what_killed_ones_left_goes(name, tmp_path):
     other, dead = begin("other", 8 * "2")
     dead.close()
     at_work, held = begin(name, 8 * "3")
+    (tmp_path / f".unfinished-{name}-44444444.unheld").touch()  # killed before it had its lock
     (write if name == "folder" else write_archive)(Arrays(), tmp_path / name)
     assert set(tmp_path.iterdir()) == {tmp_path / name, other, at_work}
     held.close()
