@@ -29,7 +29,7 @@ from mpishard.comm.ledger import Ledger, Span
 from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.io.files import warn_of_writers
 from mpishard.record.reading import DEATHS, METRICS, OWN, own_metrics, read_end
-from mpishard.record.record_files import RecordFiles, require_tensorboard
+from mpishard.record.record_files import RecordFiles, plain, require_tensorboard
 from mpishard.record.stacks import StackReporter
 from mpishard.watch.sampler import LOOK_S
 
@@ -358,11 +358,12 @@ class RunRecord:
         with opening(self.mesh.world, "RunRecord.begin") as same:
             if not (facts is None or isinstance(facts, Mapping)):
                 raise TypeError(f"facts={shown(facts)} must be a mapping, such as a dict")
+            noted = plain(facts or {})  # here all ranks raise what the repr of an object raises
             same |= {"stage": flag("stage", stage), "folder": str(self._given)}
         with raised_on_all(self.mesh.world):
             if self.mesh.rank == 0:
                 self._files.lead()
-        self._before = self._files.open(facts or {}, self.every, stage=stage)
+        self._before = self._files.open(noted, self.every, stage=stage)
         with raised_on_all(self.mesh.world):  # Python may make errors of warnings
             if self.mesh.rank == 0:
                 warn_of_writers(self.folder)

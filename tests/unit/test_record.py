@@ -351,6 +351,7 @@ def test_settings_become_plain() -> None:
     mesh.free()
     assert "mesh" not in settings and settings["gradient_compressor"] == {"type": "Int8Compressor", "block": 64}
     assert plain({"a": np.int64(3), "b": (1, None), "c": len}) == {"a": 3, "b": [1, None], "c": repr(len)}
+    json.dumps(plain([np.complex64(1j), np.datetime64("2020-01-01"), np.bytes_(b"a"), np.longdouble(1)]))
 
 
 def test_surroundings_hold_no_secret(environ: Callable[..., None]) -> None:
