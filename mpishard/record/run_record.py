@@ -351,13 +351,16 @@ class RunRecord:
         Raises
         ------
         TypeError, ValueError
-            On every rank, if `facts` of any of them are no mapping, or another run that lives uses the folder.
+            On every rank, if `facts` of any of them are no mapping, or one is named ``time``, ``every`` or ``process``;
+            or if another run that lives uses the folder.
         OSError
             On every rank, if the folder cannot be made or written; not for a full disk.
         """
         with opening(self.mesh.world, "RunRecord.begin") as same:
             if not (facts is None or isinstance(facts, Mapping)):
                 raise TypeError(f"facts={shown(facts)} must be a mapping, such as a dict")
+            if taken := sorted({"time", "every", "process"} & (facts or {}).keys()):
+                raise ValueError(f"the fact {taken[0]!r} is one that the record itself writes; give yours another name")
             noted = plain(facts or {})  # here all ranks raise what the repr of an object raises
             same |= {"stage": flag("stage", stage), "folder": str(self._given)}
         with raised_on_all(self.mesh.world):
@@ -408,10 +411,12 @@ class RunRecord:
         Raises
         ------
         ValueError, TypeError
-            If `log` would not accept the step or a value.
+            If `log` would not accept the step or a value, or a series is named ``time`` or ``start``.
         """
         self._last_step = integer("step", step, least=0)
         step = self._before + self._last_step
+        if own := sorted({"start", "time"} & metrics.keys()):
+            raise ValueError(f"{own[0]} is a field that the record itself writes; give it another name")
         for name, value in metrics.items():
             if type(value) is not float:
                 _number(name, value)

@@ -118,6 +118,8 @@ def test_what_is_no_record(mesh):
             RunRecord("runs", mesh, trace=trace)
     with pytest.raises(TypeError, match="facts='abc'"):  # on all, though the last alone is wrong
         RunRecord("runs", mesh).begin("abc" if mesh.rank == mesh.size - 1 else None)
+    with pytest.raises(ValueError, match="the fact 'time'"):
+        RunRecord("runs", mesh).begin({"time": 3600} if mesh.rank == 0 else None)
     with pytest.raises((LookupError, RuntimeError), match="no name"):
         RunRecord("runs", mesh).begin({"what": Nameless()} if mesh.rank == 0 else None)
     assert not Path("runs").exists()

@@ -167,6 +167,8 @@ def test_what_can_be_logged(tmp_path: Path) -> None:
             record.step(-3, loss=1.0)
         with pytest.raises(TypeError, match="loss='high'"):
             record.step(2, loss="high")
+        with pytest.raises(ValueError, match="time is a field"):
+            record.step(2, time=0.1)
     assert read_lines(tmp_path / "run" / "metrics.jsonl")[0][0]["loss"] == 0.5
     (line,) = read_lines(tmp_path / "run" / "logged.jsonl")[0]
     assert (line["step"], line["accuracy"], line["top"]) == (1, None, 3)
