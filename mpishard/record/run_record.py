@@ -366,6 +366,8 @@ class RunRecord:
         with raised_on_all(self.mesh.world):
             if self.mesh.rank == 0:
                 self._files.lead()
+        if self._stack_reporter is not None:
+            self.flush()  # what a run has left that an error has ended
         self._before = self._files.open(noted, self.every, stage=stage)
         with raised_on_all(self.mesh.world):  # Python may make errors of warnings
             if self.mesh.rank == 0:

@@ -227,6 +227,16 @@ def test_a_phase_within_another_counts_once(tmp_path: Path, monkeypatch: pytest.
     assert process.lines[-1]["phases"] == {"computation": 4, "data": 2, "validation": 1}
 
 
+def test_what_an_error_has_ended_does_not_run_into_the_next_start(tmp_path: Path) -> None:
+    with mpishard.Mesh() as mesh, mpishard.RunRecord(tmp_path, mesh, every=60) as record:
+        for steps in ((5, 6), (3, 4)):  # the second resumes from a checkpoint
+            record.begin()
+            for step in steps:
+                record.step(step, loss=1.0)
+    (process,) = Run.read(tmp_path).processes
+    assert process.by_step("seconds")[0].tolist() == [5, 6, 3, 4]
+
+
 def test_a_loop_of_ones_own_notes_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with mpishard.Mesh() as mesh:
         mpishard.RunRecord(tmp_path / "other", mesh).step(1, loss=1.0)
