@@ -15,6 +15,7 @@ import pytest
 from matplotlib.text import Text
 from records import process_line, write, write_lines
 
+from mpishard.arguments import printable
 from mpishard.cli import main
 from mpishard.record import Run
 from mpishard.record.follower import Follower
@@ -259,6 +260,15 @@ class TestPlot:
         assert shown("plot", run, "--panels", "loss", "-o", tmp_path / name).strip() == str(tmp_path / name)
         begins = {"a.pdf": b"%PDF", "a.svg": b"<?xml", "a.PNG": PNG}[name]
         assert (tmp_path / name).read_bytes().startswith(begins)
+
+    @pytest.mark.parametrize("name", ["a$b_$", os.fsdecode(b"\xff")])
+    def test_any_name_of_a_folder(self, name, run, shown, tmp_path):
+        """Two dollars are no formula, and bytes that are no text can be printed."""
+        run = run.rename(tmp_path / name)
+        spans = [["step 1", "step", 1.0, 0.5]]
+        write_lines(run / "processes" / "host-0.trace.jsonl", {"rank": 0, "step": 1, "spans": spans})
+        assert shown("plot", run).strip() == printable(str(run / "run.png"))
+        assert shown("trace", run).splitlines()[0] == printable(str(run / "trace.json"))
 
     def test_without_matplotlib_there_are_data_and_a_hint(self, run, shown, monkeypatch):
         class Without:
