@@ -307,7 +307,7 @@ def is_number(value: Any) -> bool:
 
 def series_of(line: dict[str, Any]) -> dict[str, Any]:
     """The series in a line of `LOGGED`, by name."""
-    return {name: value for name, value in line.items() if name not in OWN}
+    return {name: value for name, value in line.items() if name not in OWN and not isinstance(value, str)}
 
 
 def began_after(start: dict[str, Any]) -> int | None:
@@ -349,7 +349,7 @@ def _columns(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     ordered = [rows[step] for step in sorted(rows) if step <= last]
     names = dict.fromkeys(name for row in ordered for name, value in row.items() if not isinstance(value, str))
     found: dict[str, np.ndarray] = {
-        name: np.array([np.nan if row.get(name) is None else row[name] for row in ordered], np.float64)
+        name: np.array([row[name] if is_number(row.get(name)) else np.nan for row in ordered], np.float64)
         for name in names
     }
     return found | {"step": np.array([row["step"] for row in ordered], np.int64)}

@@ -624,7 +624,7 @@ class TestWrongPlaces:
             ("processes/host-0", {"time": "x"}),
             *(("starts", {"problem": value}) for value in ([], {"steps": "x"}, {"batch_size": "x"})),
             *(("starts", wrong) for wrong in ({"time": "x"}, {"every": "x"}, {"command": 3, "mesh": []})),
-            ("logged", {"a": {}}),
+            *(("logged", {"a": value}) for value in ({}, "x")),
             *(("processes/host-0.trace", {"spans": value}) for value in (None, [], [["a"]], [["a", [], 5, 1]])),
             *(("processes/host-0.trace", {"spans": [["a", "b", "x", 0]], "rank": value}) for value in (0, [])),
         ],
