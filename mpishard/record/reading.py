@@ -271,7 +271,8 @@ def check_record(folder: Path) -> None:
         raise ValueError(f"{folder} does not exist; give the folder of a run's record; {written}")
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; give the folder of a run's record")
-    near = [other for other in (folder.parent, *sorted(folder.iterdir())) if other.is_dir() and _has_record(other)]
+    near = [other for other in (folder.parent, *sorted(folder.iterdir())) if os.access(other, os.X_OK)]
+    near = [other for other in near if other.is_dir() and _has_record(other)]
     if near:
         raise ValueError(f"{folder} has no record of a run, but there is one in {listed(near)}")
     raise ValueError(f"{folder} has no record of a run ({METRICS}, {STARTS}); {written}")

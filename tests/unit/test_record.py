@@ -129,6 +129,20 @@ class TestRun:
         with pytest.raises(ValueError, match="no record of a run.*RunRecord"):
             Run.read(tmp_path)
 
+    def test_a_folder_beside_it_may_be_closed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "closed").mkdir(mode=0)
+        is_file = Path.is_file
+
+        def denied(path: Path) -> bool:  # as root is not
+            if path.parent.name == "closed":
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return is_file(path)
+
+        monkeypatch.setattr(Path, "is_file", denied)
+        monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "closed")
+        with pytest.raises(ValueError, match="no record of a run"):
+            Run.read(tmp_path)
+
     def test_times_of_a_process_by_step(self, tmp_path: Path) -> None:
         lines = [process_line(1, 1, [0.5]), process_line(1, 2, [0.25, 0.125])]
         process = Run.read(write(tmp_path / "run", processes=[lines])).processes[0]
