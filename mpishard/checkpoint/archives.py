@@ -146,7 +146,8 @@ def write_plain(contents: Contents, target: Path) -> None:
     """
     mark = f"mpishard plain {contents.id}\n".encode().ljust(USER_BLOCK, b"\0")
     with CheckpointReader(contents) as source, published_file(target, total_bytes(source, source.kinds)) as path:
-        with hdf5.open_to_read(contents.folder / INDEX) as index, new_file(path, mark, held=True) as (h5, file):
+        index_file = contents.folder / INDEX
+        with hdf5.open_to_read(index_file, locking=False) as index, new_file(path, mark, held=True) as (h5, file):
             h5.attrs.update(index.attrs)
             h5.attrs["format"] = "mpishard plain checkpoint"
             for group in ("json", "history"):

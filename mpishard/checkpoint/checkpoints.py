@@ -328,7 +328,11 @@ class Checkpoints:
 
     def close(self) -> None:
         """`wait`, and free the communicators; a second call does nothing."""
-        self._writer.close()
+        try:
+            self._writer.close()
+        except Exception:  # not after an interrupt, where the last save goes on
+            self._end_lease()
+            raise
         self._end_lease()
 
     def _end_lease(self) -> None:

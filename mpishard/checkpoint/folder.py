@@ -218,7 +218,7 @@ def dangling_links(run: Path) -> str:
             if link.exists():
                 return f"{link} is not a link"
             continue
-        name = os.readlink(link)
+        name = os.path.normpath(os.readlink(link))
         if not (_STEP.fullmatch(name) and (run / name).is_dir()):
             return f"{link} points to {name!r}, which is no checkpoint of this folder"
     return ""
@@ -239,7 +239,7 @@ def sweep(folder: Path, names: str) -> None:
 
     What cannot be removed stays, and does no harm.
     """
-    left = re.compile(rf"{re.escape(_UNFINISHED)}({names})-[0-9a-f]{{8,32}}", re.ASCII)
+    left = re.compile(rf"{re.escape(_UNFINISHED)}({names})-[0-9a-f]{{8,32}}(\.unheld)?", re.ASCII)
     for path in (folder / name for name in _names(folder) if left.fullmatch(name)):
         with suppress(OSError):
             held = path / MANIFEST if path.is_dir() and not path.is_symlink() else path
@@ -312,7 +312,7 @@ def tidy(published: Path, keep: int | None, own: Collection[str], best: bool = F
     named = {published.name}
     for name in (LATEST, BEST):
         with suppress(OSError):
-            named.add(os.readlink(run / name))
+            named.add(Path(os.readlink(run / name)).name)  # a link of the user's may be absolute, or end in a slash
     try:
         counted = [each.path for each in candidates(run) if each.manifest is not None and each.manifest.id in own]
     except OSError as error:

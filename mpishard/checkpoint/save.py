@@ -31,7 +31,7 @@ from mpishard.checkpoint.folder import FileEntry, Manifest, Retained, Unfinished
 from mpishard.checkpoint.index import write_index
 from mpishard.checkpoint.pieces import INDEX, PieceValues, pieces_file, stored_pieces, write_pieces
 from mpishard.comm.axis import Axis
-from mpishard.comm.errors import CaughtError
+from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.comm.json_exchange import gather, share
 from mpishard.comm.ledger import Ledger, users_level
 from mpishard.comm.mesh import Mesh
@@ -437,13 +437,16 @@ class Writer:
         """Raise or warn as an outcome asks for, the same on all ranks; returns the folder of what was written."""
         if outcome.fault is None:
             assert unfinished is not None
-            for remark in outcome.remarks:
-                self._warn(remark)
+            if outcome.remarks:
+                with raised_on_all(self.axis):  # Python may make errors of warnings
+                    for remark in outcome.remarks:
+                        self._warn(remark)
             return unfinished.target
         error = outcome.fault.error(step)
         if self._on_error == "raise" or not isinstance(error, OSError):
             raise raised_by_all(error, self._mesh.size)
-        self._warn(str(error))
+        with raised_on_all(self.axis):
+            self._warn(str(error))
         return None
 
     def join(self) -> None:

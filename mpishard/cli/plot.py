@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from mpishard.arguments import printable
 from mpishard.cli.output import AXES, BLUE, GREEN, ORANGE, PINK, RED, SKY, check_format, save, size
 from mpishard.record import Run
 from mpishard.record.reading import VALIDATION, began_after
@@ -62,7 +63,7 @@ def plot(
     path = output or (runs[0] / "run.png" if len(runs) == 1 else Path("runs.png"))
     check_format(path)
     draw(found, path, log=log, panels=None if panels is None else [name.strip() for name in panels.split(",")])
-    typer.echo(path)
+    typer.echo(printable(str(path)))
 
 
 def _data(run: Run) -> dict[str, dict[str, Any]]:
@@ -189,7 +190,7 @@ def draw(runs: Sequence[Run], path: Path, *, log: bool = False, panels: Sequence
     if len(runs) > 1:
         _name_runs(figure, runs)
     else:
-        figure.suptitle(str(runs[0].folder))
+        figure.suptitle(_literal(str(runs[0].folder)))
         if every[chosen[0]].kind < 2:  # the others have a legend of their own
             _mark_events(runs[0], first)
     if texts:
@@ -404,10 +405,15 @@ def _name_runs(figure: Any, runs: Sequence[Run]) -> None:
     if len(set(names)) < len(names):
         names = [str(run.folder) for run in runs]
     handles = [
-        Line2D([], [], color=colour, ls=style, lw=1.2, label=name)
+        Line2D([], [], color=colour, ls=style, lw=1.2, label=_literal(name))
         for name, (colour, style) in zip(names, itertools.cycle(_OF_RUNS), strict=False)
     ]
     figure.legend(handles=handles, fontsize=8, frameon=False, ncols=min(4, len(names)), loc="outside upper center")
+
+
+def _literal(text: str) -> str:
+    """The name of a folder as matplotlib shows it letter by letter: two dollars would begin a formula."""
+    return printable(text).replace("$", r"\$")
 
 
 def _metric(run: Run, name: str) -> np.ndarray:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from mpishard.arguments import printable
 from mpishard.cli.output import ACTIONS, AXES, RecordFolder, console, new_table, print_table, save
 from mpishard.comm.ledger import PRODUCT
 from mpishard.io.files import write_whole
@@ -69,10 +70,11 @@ def trace(
             "the chart is next to it"
         )
     write_whole(path, json.dumps(chrome_events(chosen)).encode())
-    typer.echo(path)
+    typer.echo(printable(str(path)))
     if png:
         left_out = draw(chosen, path.with_suffix(".png"))
-        typer.echo(f"{path.with_suffix('.png')}" + (f" (without the last {left_out} ranks)" if left_out else ""))
+        without = f" (without the last {left_out} ranks)" if left_out else ""
+        typer.echo(printable(str(path.with_suffix(".png"))) + without)
     print_table(console(), split_table(split_times(chosen)))
 
 

@@ -17,6 +17,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend import exact
 from mpishard.backend.exact import LargestValues
 from mpishard.backend.ranges import Range, Ranges
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.ledger import users_level
 from mpishard.data_parallel.ownership import spans_of
 from mpishard.data_parallel.strategies import Strategy
@@ -218,8 +219,10 @@ class GradientInspection:
             self.finite_loss, self.interrupted = not nonfinite_loss, bool(interrupted)
         if self._first_steps:
             self._first_steps = 0 if top == 0 else self._first_steps - 1
-            if top == 0 and self._strategy.mesh.rank == 0:
-                _warn_of_zero()
+            if top == 0:
+                with raised_on_all(self._sync_group):  # Python may make errors of warnings
+                    if self._strategy.mesh.rank == 0:
+                        _warn_of_zero()
         if not math.isfinite(top) or not measure:
             return math.nan if math.isfinite(top) else math.inf
         return self.norm_of(top)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import array as arrays
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
@@ -214,19 +215,24 @@ def check_copies(strategy: Strategy, step: int) -> None:
 def warn_if_initial_parameters_differ(mesh: Mesh, parameters: FlatParameters) -> None:
     """Warn on rank 0 if data ranks start from different parameters, which those of data rank 0 will replace.
 
-    Collective over the data axis.
+    Collective over the mesh: where Python makes errors of warnings, all ranks raise it.
     """
     if parameters.sharded is not None or mesh.data.size == 1:
         return
     own = parameters.digest()
     most, least = mesh.data.all_reduce(np.array([own, -own], np.int64), op="max", label="control").tolist()
-    if most != -least and mesh.rank == 0:
-        warnings.warn(
-            "initial parameters differ between ranks; using rank 0's.  If intended, broadcast them first "
-            "(mesh.world.broadcast(start)); otherwise use one seed on all ranks",
-            RuntimeWarning,
-            stacklevel=users_level(),
-        )
+    differ = np.array([most != -least], np.int64)
+    if mesh.data.size < mesh.size:  # each stage and slice has its own data axis
+        mesh.world.all_reduce(differ, op="max", label="control")
+    if differ[0]:
+        with raised_on_all(mesh.world):
+            if mesh.rank == 0:
+                warnings.warn(
+                    "initial parameters differ between ranks; using rank 0's.  If intended, broadcast them first "
+                    "(mesh.world.broadcast(start)); otherwise use one seed on all ranks",
+                    RuntimeWarning,
+                    stacklevel=users_level(),
+                )
 
 
 def check_saved_rule(

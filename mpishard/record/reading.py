@@ -265,7 +265,8 @@ def check_record(folder: Path) -> None:
         raise ValueError(f"{folder} does not exist; give the folder of a run's record; {written}")
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; give the folder of a run's record")
-    near = [other for other in (folder.parent, *sorted(folder.iterdir())) if other.is_dir() and _has_record(other)]
+    near = [other for other in (folder.parent, *sorted(folder.iterdir())) if os.access(other, os.X_OK)]
+    near = [other for other in near if other.is_dir() and _has_record(other)]
     if near:
         raise ValueError(f"{folder} has no record of a run, but there is one in {listed(near)}")
     raise ValueError(f"{folder} has no record of a run ({METRICS}, {STARTS}); {written}")
@@ -301,7 +302,7 @@ def is_number(value: Any) -> bool:
 
 def series_of(line: dict[str, Any]) -> dict[str, Any]:
     """The series in a line of `LOGGED`, by name."""
-    return {name: value for name, value in line.items() if name not in OWN}
+    return {name: value for name, value in line.items() if name not in OWN and not isinstance(value, str)}
 
 
 def began_after(start: dict[str, Any]) -> int | None:
@@ -348,7 +349,7 @@ def _columns(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     ordered = [rows[step] for step in sorted(rows) if step <= last]
     names = dict.fromkeys(name for row in ordered for name, value in row.items() if not isinstance(value, str))
     found: dict[str, np.ndarray] = {
-        name: np.array([np.nan if row.get(name) is None else row[name] for row in ordered], np.float64)
+        name: np.array([row[name] if is_number(row.get(name)) else np.nan for row in ordered], np.float64)
         for name in names
     }
     return found | {"step": np.array([row["step"] for row in ordered], np.int64)}

@@ -140,7 +140,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(one) for one in value]
     if isinstance(value, np.generic):
-        return value.item()
+        value = float(value) if isinstance(value, np.floating) else value.item()
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 

@@ -28,7 +28,7 @@ from mpishard.comm.ledger import Ledger, Span
 from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.io.files import warn_of_writers
 from mpishard.record.reading import DEATHS, METRICS, OWN, own_metrics, read_end
-from mpishard.record.record_files import RecordFiles, require_tensorboard
+from mpishard.record.record_files import RecordFiles, plain, require_tensorboard
 from mpishard.record.stacks import StackReporter
 from mpishard.watch.sampler import LOOK_S
 
@@ -348,18 +348,24 @@ class RunRecord:
         Raises
         ------
         TypeError, ValueError
-            On every rank, if `facts` of any of them are no mapping, or another run that lives uses the folder.
+            On every rank, if `facts` of any of them are no mapping, or one is named ``time``, ``every`` or ``process``;
+            or if another run that lives uses the folder.
         OSError
             On every rank, if the folder cannot be made or written; not for a full disk.
         """
         with opening(self.mesh.world, "RunRecord.begin") as same:
             if not (facts is None or isinstance(facts, Mapping)):
                 raise TypeError(f"facts={shown(facts)} must be a mapping, such as a dict")
+            if taken := sorted({"time", "every", "process"} & (facts or {}).keys()):
+                raise ValueError(f"the fact {taken[0]!r} is one that the record itself writes; give yours another name")
+            noted = plain(facts or {})  # here all ranks raise what the repr of an object raises
             same |= {"stage": flag("stage", stage), "folder": str(self._given)}
         with raised_on_all(self.mesh.world):
             if self.mesh.rank == 0:
                 self._files.lead()
-        self._before = self._files.open(facts or {}, self.every, stage=stage)
+        if self._stack_reporter is not None:
+            self.flush()  # what a run has left that an error has ended
+        self._before = self._files.open(noted, self.every, stage=stage)
         with raised_on_all(self.mesh.world):  # Python may make errors of warnings
             if self.mesh.rank == 0:
                 warn_of_writers(self.folder)
@@ -404,10 +410,12 @@ class RunRecord:
         Raises
         ------
         ValueError, TypeError
-            If `log` would not accept the step or a value.
+            If `log` would not accept the step or a value, or a series is named ``time`` or ``start``.
         """
         self._last_step = integer("step", step, least=0)
         step = self._before + self._last_step
+        if own := sorted({"start", "time"} & metrics.keys()):
+            raise ValueError(f"{own[0]} is a field that the record itself writes; give it another name")
         for name, value in metrics.items():
             if type(value) is not float:
                 _number(name, value)

@@ -189,6 +189,22 @@ def test_an_error_is_a_warning_if_so_configured(mesh, run, writing, asynchronous
         check_load(checkpoints, 1)
 
 
+def test_a_remark_that_is_an_error_is_raised_on_all(mesh, run):
+    if mesh.rank == 0:
+        (run / "latest").mkdir(parents=True)  # as `cp -rL` leaves it
+    mesh.world.barrier()
+    with Checkpoints(run, mesh, on_error="warn") as checkpoints:
+        with pytest.raises((RuntimeWarning, RuntimeError), match="latest does not point to"):
+            checkpoints.save(at(1, mesh))
+        mesh.world.barrier()
+        if mesh.rank == 0:
+            shutil.rmtree(run)
+            run.write_text("a file")
+        mesh.world.barrier()
+        with pytest.raises((RuntimeWarning, RuntimeError), match="step 2 was not saved"):
+            checkpoints.save(at(2, mesh))
+
+
 def test_a_rank_that_cannot_write_is_found_before_the_first_save(mesh, run, monkeypatch):
     with Checkpoints(run, mesh) as checkpoints:
         checkpoints.rehearse()

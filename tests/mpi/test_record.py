@@ -103,6 +103,11 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(mesh, folder):
         ddp(mesh).optimize(problem(3), progress=False, record=RunRecord(folder, mesh))
 
 
+class Nameless:
+    def __repr__(self):
+        raise LookupError("no name")
+
+
 def test_what_is_no_record(mesh):
     with pytest.raises(TypeError, match="record .*got str"):
         ddp(mesh).optimize(problem(3), progress=False, record="runs")
@@ -113,6 +118,10 @@ def test_what_is_no_record(mesh):
             RunRecord("runs", mesh, trace=trace)
     with pytest.raises(TypeError, match="facts='abc'"):  # on all, though the last alone is wrong
         RunRecord("runs", mesh).begin("abc" if mesh.rank == mesh.size - 1 else None)
+    with pytest.raises(ValueError, match="the fact 'time'"):
+        RunRecord("runs", mesh).begin({"time": 3600} if mesh.rank == 0 else None)
+    with pytest.raises((LookupError, RuntimeError), match="no name"):
+        RunRecord("runs", mesh).begin({"what": Nameless()} if mesh.rank == 0 else None)
     assert not Path("runs").exists()
 
 

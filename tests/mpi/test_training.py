@@ -32,6 +32,7 @@ from mpishard import (
 )
 from mpishard.data.sampling import Sampler
 from mpishard.launch.exit_codes import ScriptEnding
+from mpishard.layout.tensors import ParameterSpec
 
 pytestmark = pytest.mark.pairs(1)
 
@@ -324,6 +325,21 @@ def test_ranks_that_start_apart_are_told_so(mesh, same_on_all, use):
     assert same_on_all(start)
     again = problem(start=np.full(6, float(mesh.rank)))  # so does a second problem
     assert same_on_all(optimizer.optimize(again, progress=False).parameters)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("what", "message"), [("apart", "parameters differ"), ("zero", "exactly zero")])
+def test_a_warning_that_is_an_error_is_raised_on_all(comm, what, message):
+    """Also where the first rank's data axis alone would not have found it."""
+    with mpishard.Mesh(comm, tensor=2 if comm.size == 4 else 1) as mesh:
+        apart = what == "apart" and mesh.tensor.rank == mesh.tensor.size - 1
+        start = np.full(6, float(mesh.rank if apart else 1))
+        parameters = FlatParameters.over(start, (ParameterSpec("x", (6,)),), mesh.place)  # without a gradient
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises((RuntimeWarning, RuntimeError), match=message):
+                DDPOptimizer(SGD(lr=1e-3), mesh).step(parameters)
+        mesh.world.barrier()
 
 
 @pytest.mark.parametrize("strategy", [DDPOptimizer, ZeRO2Optimizer])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import math
@@ -72,7 +73,9 @@ def test_any_number_of_files(files, tmp_path):
 def test_plain_file(tmp_path):
     source = Arrays()
     folder = write(source, tmp_path / "one", 3)
-    write_plain(read_index(folder), tmp_path / "plain.h5")
+    with open(folder / "index.h5") as file:  # as where a file system has no locks
+        fcntl.flock(file, fcntl.LOCK_EX)
+        write_plain(read_index(folder), tmp_path / "plain.h5")
     with h5py.File(folder / "index.h5") as index, h5py.File(tmp_path / "plain.h5") as plain:
         assert dict(plain.attrs) == dict(index.attrs) | {"format": "mpishard plain checkpoint"}
         assert json.loads(plain["json/rule"][()]) == FACTS["rule.json"]
@@ -125,6 +128,7 @@ def test_what_killed_ones_left_goes(name, tmp_path):
     other, dead = begin("other", 8 * "2")
     dead.close()
     at_work, held = begin(name, 8 * "3")
+    (tmp_path / f".unfinished-{name}-44444444.unheld").touch()  # killed before it had its lock
     (write if name == "folder" else write_archive)(Arrays(), tmp_path / name)
     assert set(tmp_path.iterdir()) == {tmp_path / name, other, at_work}
     held.close()

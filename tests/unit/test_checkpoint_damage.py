@@ -198,3 +198,17 @@ class AtOnce:
 
     def join(self):
         pass
+
+
+def test_a_last_save_that_fails_leaves_the_folder_without_a_holder(tmp_path, mesh, monkeypatch):
+    def fail(*arguments, **options):
+        raise OSError(5, "Input/output error")
+
+    checkpoints = Checkpoints(tmp_path, mesh, asynchronous=True)
+    checkpoints.rehearse()
+    assert (tmp_path / "holder").exists()
+    monkeypatch.setattr(saving, "write_pieces", fail)
+    checkpoints.save(state(1))
+    with pytest.raises(OSError, match="step 1 was not saved"):
+        checkpoints.close()
+    assert not (tmp_path / "holder").exists()

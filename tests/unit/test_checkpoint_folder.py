@@ -97,6 +97,16 @@ def test_the_one_that_latest_names_is_kept(tmp_path, monkeypatch):
     assert first.is_dir()
 
 
+@pytest.mark.parametrize("target", ["step-00000001/", "./step-00000001", "{run}/step-00000001"])
+def test_the_one_that_a_link_of_the_users_names_is_kept(tmp_path, target):
+    first = save(tmp_path, 1)
+    (tmp_path / "best").symlink_to(target.format(run=tmp_path))
+    for step in (2, 3):
+        save(tmp_path, step, 1)
+    assert first.is_dir() and found(tmp_path) == ["step-00000003", "step-00000001"]
+    assert ("best points to" in folder.dangling_links(tmp_path)) == target.startswith("{run}")
+
+
 def test_a_folder_in_the_place_of_latest_stays(tmp_path):
     """As `cp -rL` leaves it; and no link for each save."""
     (tmp_path / "latest").mkdir()

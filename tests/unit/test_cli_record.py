@@ -17,6 +17,7 @@ from matplotlib.text import Text
 from records import process_line, write, write_lines
 from rich.console import Console
 
+from mpishard.arguments import printable
 from mpishard.cli import main
 from mpishard.cli.top import screen
 from mpishard.record import Run
@@ -262,6 +263,15 @@ class TestPlot:
         assert shown("plot", run, "--panels", "loss", "-o", tmp_path / name).strip() == str(tmp_path / name)
         begins = {"a.pdf": b"%PDF", "a.svg": b"<?xml", "a.PNG": PNG}[name]
         assert (tmp_path / name).read_bytes().startswith(begins)
+
+    @pytest.mark.parametrize("name", ["a$b_$", os.fsdecode(b"\xff")])
+    def test_any_name_of_a_folder(self, name, run, shown, tmp_path):
+        """Two dollars are no formula, and bytes that are no text can be printed."""
+        run = run.rename(tmp_path / name)
+        spans = [["step 1", "step", 1.0, 0.5]]
+        write_lines(run / "processes" / "host-0.trace.jsonl", {"rank": 0, "step": 1, "spans": spans})
+        assert shown("plot", run).strip() == printable(str(run / "run.png"))
+        assert shown("trace", run).splitlines()[0] == printable(str(run / "trace.json"))
 
     def test_without_matplotlib_there_are_data_and_a_hint(self, run, shown, monkeypatch):
         class Without:
@@ -644,7 +654,7 @@ class TestWrongPlaces:
             *(("processes/host-0", wrong) for wrong in ({"time": "x"}, {"pipeline": []})),
             *(("starts", {"problem": value}) for value in ([], {"steps": "x"}, {"batch_size": "x"})),
             *(("starts", wrong) for wrong in ({"time": "x"}, {"every": "x"}, {"command": 3, "mesh": []})),
-            ("logged", {"a": {}}),
+            *(("logged", {"a": value}) for value in ({}, "x")),
             *(("processes/host-0.trace", {"spans": value}) for value in (None, [], [["a"]], [["a", [], 5, 1]])),
             *(("processes/host-0.trace", {"spans": [["a", "b", "x", 0]], "rank": value}) for value in (0, [])),
         ],

@@ -129,6 +129,20 @@ class TestRun:
         with pytest.raises(ValueError, match="no record of a run.*RunRecord"):
             Run.read(tmp_path)
 
+    def test_a_folder_beside_it_may_be_closed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "closed").mkdir(mode=0)
+        is_file = Path.is_file
+
+        def denied(path: Path) -> bool:  # as root is not
+            if path.parent.name == "closed":
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return is_file(path)
+
+        monkeypatch.setattr(Path, "is_file", denied)
+        monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "closed")
+        with pytest.raises(ValueError, match="no record of a run"):
+            Run.read(tmp_path)
+
     def test_times_of_a_process_by_step(self, tmp_path: Path) -> None:
         lines = [process_line(1, 1, [0.5]), process_line(1, 2, [0.25, 0.125])]
         process = Run.read(write(tmp_path / "run", processes=[lines])).processes[0]
@@ -167,6 +181,8 @@ def test_what_can_be_logged(tmp_path: Path) -> None:
             record.step(-3, loss=1.0)
         with pytest.raises(TypeError, match="loss='high'"):
             record.step(2, loss="high")
+        with pytest.raises(ValueError, match="time is a field"):
+            record.step(2, time=0.1)
     assert read_lines(tmp_path / "run" / "metrics.jsonl")[0][0]["loss"] == 0.5
     (line,) = read_lines(tmp_path / "run" / "logged.jsonl")[0]
     assert (line["step"], line["accuracy"], line["top"]) == (1, None, 3)
@@ -223,6 +239,16 @@ def test_a_phase_within_another_counts_once(tmp_path: Path, monkeypatch: pytest.
             record.step(1, loss=1.0)
     (process,) = Run.read(tmp_path).processes
     assert process.lines[-1]["phases"] == {"computation": 4, "data": 2, "validation": 1}
+
+
+def test_what_an_error_has_ended_does_not_run_into_the_next_start(tmp_path: Path) -> None:
+    with mpishard.Mesh() as mesh, mpishard.RunRecord(tmp_path, mesh, every=60) as record:
+        for steps in ((5, 6), (3, 4)):  # the second resumes from a checkpoint
+            record.begin()
+            for step in steps:
+                record.step(step, loss=1.0)
+    (process,) = Run.read(tmp_path).processes
+    assert process.by_step("seconds")[0].tolist() == [5, 6, 3, 4]
 
 
 def test_a_loop_of_ones_own_notes_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -351,6 +377,7 @@ def test_settings_become_plain() -> None:
     mesh.free()
     assert "mesh" not in settings and settings["gradient_compressor"] == {"type": "Int8Compressor", "block": 64}
     assert plain({"a": np.int64(3), "b": (1, None), "c": len}) == {"a": 3, "b": [1, None], "c": repr(len)}
+    json.dumps(plain([np.complex64(1j), np.datetime64("2020-01-01"), np.bytes_(b"a"), np.longdouble(1)]))
 
 
 def test_surroundings_hold_no_secret(environ: Callable[..., None]) -> None:
