@@ -141,6 +141,8 @@ class ElasticLoop:
         note_training(False, tells=Membership.lost or membership.rank == 0)
         leave_to_others(membership.rank > 0)
         membership.end()
+        if membership.roles.working < membership.roles.size:  # those that end here come to no `free` of the mesh
+            self._run.worker_mesh.mesh.unwatch(wholly=True)
         if not membership.works:
             log.inform(f"process {membership.identity} is in no whole replica of the model and ends")
             raise SystemExit(0)
