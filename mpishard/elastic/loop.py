@@ -19,7 +19,7 @@ from mpishard.comm.abort import die, fail_alone, finalize_in_time
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
-from mpishard.comm.supervisor_reports import give_up, leave_to_others, note_cell, note_training
+from mpishard.comm.supervisor_reports import give_up, lead, leave_to_others, note_cell, note_training
 from mpishard.data_parallel.results import OptimizationResult
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.healing import heal
@@ -132,6 +132,7 @@ class ElasticLoop:
             raise
         finally:
             training.close()
+            lead(False)
         fail_alone(False)
         if leave is not None:
             atexit.unregister(leave)
@@ -254,6 +255,7 @@ class ElasticLoop:
     def _next(self) -> PhaseEvent:
         """The event when the workers are those that are wanted: FINISHED, SPARE, STOPPED or WORKS."""
         status, membership = self._run.transactions.status, self._run.membership
+        lead(membership.rank == 0)
         if status.stop_reason and status.saved and self._run.decisions.suits(membership.roles.most):
             return PhaseEvent.FINISHED
         if not membership.works:
