@@ -124,9 +124,12 @@ class ElasticLoop:
         try:
             while self.phase is not Phase.ENDED:
                 self.phase = next_phase(self.phase, self._take_turn())
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # An error of all processes is no death of one: none stays in the run, and would wait for this process.
-            if leave is not None and getattr(error, ON_ALL_RANKS, 0) == membership.roles.size:
+            of_all = leave is None or getattr(error, ON_ALL_RANKS, 0) == membership.roles.size
+            if of_all:
+                self._run.recruiter.dismiss()  # who is on the way would wait for a word, and MPI_Finalize for it
+            if leave is not None and of_all:
                 fail_alone(False)
                 atexit.unregister(leave)
             raise
