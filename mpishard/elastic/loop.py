@@ -31,7 +31,7 @@ from mpishard.elastic.resizing import Resizing
 from mpishard.elastic.run import ElasticOptions, ElasticRun
 from mpishard.elastic.transactions import Agreements, RunStatus, Transactions
 from mpishard.io import log
-from mpishard.launch.job_notes import ON_ALL_RANKS
+from mpishard.launch.job_notes import ON_ALL_RANKS, RunLost
 from mpishard.layout.tensors import WHOLE
 from mpishard.record.audits import PUT_OUT, STOPPED
 from mpishard.training import Scaling
@@ -45,6 +45,8 @@ _DEATH = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
 # duration, and for at most this number of seconds.  Nothing is lost: the cores have the same work in all, and the
 # starting processes join sooner.
 _GIVE_WAY, _GIVE_WAY_MOST_S = 3, 0.1
+# After so many healings, one after the other, that have lost nobody and gained no step the run gives up.
+_IN_VAIN = 3
 
 
 class ElasticLoop:
@@ -106,6 +108,8 @@ class ElasticLoop:
         self.phase: Phase = Phase.STARTING
         self._order: Order | None = Order(membership.roles.workers) if joins else None  # the next change of the workers
         self._heals = heals_in_place()
+        self._healed: tuple[int, tuple[int, ...]] | None = None  # step and processes after the last healing
+        self._in_vain = 0
 
     def run(self) -> OptimizationResult[Any]:
         """Take part in the run until it ends; returns its result.  Collective over all processes.
@@ -226,6 +230,16 @@ class ElasticLoop:
     def _heal(self) -> PhaseEvent:
         """Return to the last committed step with the survivors."""
         self._order = heal(self._run)
+        step = self._run.transactions.status.committed_step
+        now = step, self._run.membership.roles.identities
+        self._in_vain = self._in_vain + 1 if now == self._healed else 0
+        self._healed = now
+        if self._in_vain == _IN_VAIN:
+            raise RunLost(
+                f"MPI reports a death after step {step} again and again, and nobody is lost: a function or the "
+                "callback may use a communicator with a dead rank, as MPI.COMM_WORLD is; take mesh.world, which "
+                "has the living ones, or make others in rebuild="
+            )
         return PhaseEvent.ORDERED
 
     def _stop(self) -> PhaseEvent:
