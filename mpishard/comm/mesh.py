@@ -416,11 +416,14 @@ class Mesh:
         finally:
             self.initial_values = before
 
-    def unwatch(self) -> None:
-        """End the time limits; a rank that dies is still named where its death ends the job.  Collective."""
+    def unwatch(self, wholly: bool = False) -> None:
+        """End the time limits; a rank that dies is still named where its death ends the job, unless `wholly`.
+
+        Collective.
+        """
         if self._watchdog is None:
             return
-        if heals_in_place():
+        if wholly or heals_in_place():
             self._watchdog.close()
             self._watchdog = None
         else:

@@ -48,6 +48,12 @@ def leave_to_others(silent: bool = True) -> None:
         Reports.this.is_silent = silent
 
 
+def lead(leads: bool) -> None:
+    """Set whether this process is the first worker of an elastic run, who reports the steps: the first may be none."""
+    if Reports.this is not None:
+        Reports.this.leads = leads
+
+
 def note_training(under_way: bool, tells: bool) -> None:
     """Note that training begins or has ended; `tells`: this process informs the supervisor."""
     if Reports.this is not None:
@@ -84,6 +90,7 @@ class Reports:
     """
 
     this: ClassVar[Reports | None] = None
+    leads = False  # see `lead`
 
     def __init__(self, run: JobNotes) -> None:
         self.is_silent = False
@@ -143,7 +150,7 @@ class Reports:
                     end_with_daemon()
                 if step != noted:
                     noted = step
-                    if self._speaks():
+                    if self.leads or self._speaks():
                         self._run.note_step(step)
 
     def _end(self) -> None:

@@ -19,7 +19,7 @@ from mpishard.comm.abort import die, fail_alone, finalize_in_time
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
-from mpishard.comm.supervisor_reports import give_up, leave_to_others, note_cell, note_training
+from mpishard.comm.supervisor_reports import give_up, lead, leave_to_others, note_cell, note_training
 from mpishard.data_parallel.results import OptimizationResult
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.healing import heal
@@ -31,7 +31,7 @@ from mpishard.elastic.resizing import Resizing
 from mpishard.elastic.run import ElasticOptions, ElasticRun
 from mpishard.elastic.transactions import Agreements, RunStatus, Transactions
 from mpishard.io import log
-from mpishard.launch.job_notes import ON_ALL_RANKS
+from mpishard.launch.job_notes import ON_ALL_RANKS, RunLost
 from mpishard.layout.tensors import WHOLE
 from mpishard.record.audits import PUT_OUT, STOPPED
 from mpishard.training import Scaling
@@ -45,6 +45,8 @@ _DEATH = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
 # duration, and for at most this number of seconds.  Nothing is lost: the cores have the same work in all, and the
 # starting processes join sooner.
 _GIVE_WAY, _GIVE_WAY_MOST_S = 3, 0.1
+# After so many healings, one after the other, that have lost nobody and gained no step the run gives up.
+_IN_VAIN = 3
 
 
 class ElasticLoop:
@@ -106,6 +108,8 @@ class ElasticLoop:
         self.phase: Phase = Phase.STARTING
         self._order: Order | None = Order(membership.roles.workers) if joins else None  # the next change of the workers
         self._heals = heals_in_place()
+        self._healed: tuple[int, tuple[int, ...]] | None = None  # step and processes after the last healing
+        self._in_vain = 0
 
     def run(self) -> OptimizationResult[Any]:
         """Take part in the run until it ends; returns its result.  Collective over all processes.
@@ -124,14 +128,18 @@ class ElasticLoop:
         try:
             while self.phase is not Phase.ENDED:
                 self.phase = next_phase(self.phase, self._take_turn())
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # An error of all processes is no death of one: none stays in the run, and would wait for this process.
-            if leave is not None and getattr(error, ON_ALL_RANKS, 0) == membership.roles.size:
+            of_all = leave is None or getattr(error, ON_ALL_RANKS, 0) == membership.roles.size
+            if of_all:
+                self._run.recruiter.dismiss()  # who is on the way would wait for a word, and MPI_Finalize for it
+            if leave is not None and of_all:
                 fail_alone(False)
                 atexit.unregister(leave)
             raise
         finally:
             training.close()
+            lead(False)
         fail_alone(False)
         if leave is not None:
             atexit.unregister(leave)
@@ -141,6 +149,8 @@ class ElasticLoop:
         note_training(False, tells=Membership.lost or membership.rank == 0)
         leave_to_others(membership.rank > 0)
         membership.end()
+        if membership.roles.working < membership.roles.size:  # those that end here come to no `free` of the mesh
+            self._run.worker_mesh.mesh.unwatch(wholly=True)
         if not membership.works:
             log.inform(f"process {membership.identity} is in no whole replica of the model and ends")
             raise SystemExit(0)
@@ -216,6 +226,16 @@ class ElasticLoop:
     def _heal(self) -> PhaseEvent:
         """Return to the last committed step with the survivors."""
         self._order = heal(self._run)
+        step = self._run.transactions.status.committed_step
+        now = step, self._run.membership.roles.identities
+        self._in_vain = self._in_vain + 1 if now == self._healed else 0
+        self._healed = now
+        if self._in_vain == _IN_VAIN:
+            raise RunLost(
+                f"MPI reports a death after step {step} again and again, and nobody is lost: a function or the "
+                "callback may use a communicator with a dead rank, as MPI.COMM_WORLD is; take mesh.world, which "
+                "has the living ones, or make others in rebuild="
+            )
         return PhaseEvent.ORDERED
 
     def _stop(self) -> PhaseEvent:
@@ -248,6 +268,7 @@ class ElasticLoop:
     def _next(self) -> PhaseEvent:
         """The event when the workers are those that are wanted: FINISHED, SPARE, STOPPED or WORKS."""
         status, membership = self._run.transactions.status, self._run.membership
+        lead(membership.rank == 0)
         if status.stop_reason and status.saved and self._run.decisions.suits(membership.roles.most):
             return PhaseEvent.FINISHED
         if not membership.works:

@@ -51,22 +51,33 @@ def convert_sync_batchnorm(module: Any, mesh: Mesh) -> Any:
             raise TypeError(f"convert_sync_batchnorm needs a torch.nn.Module, got a {type(module).__name__}")
         for path, layer in module.named_modules():
             _check_forward(path, layer)
-    axis = mesh.data.subgroup(_GROUP, range(mesh.data.size))
-    assert axis is not None
-    return _converted(module, _Ranks(axis))
+    return _converted(module, _Ranks(mesh.data))
 
 
 def has_norms_over_ranks(module: Any) -> bool:
     """Return True if a module has batch norms made by `convert_sync_batchnorm`, over more than one rank."""
-    return any(isinstance(each, _OverRanks) and each._ranks.axis.size > 1 for each in module.modules())
+    return any(isinstance(each, _OverRanks) and each._ranks.data.size > 1 for each in module.modules())
 
 
 class _Ranks:
     """The ranks that sum, and the names of the layers by number; copies of a layer sum over the same."""
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    def __init__(self, data: Axis) -> None:
+        self.data = data
         self.names: list[str] = []
+        self._axis, self._bound = self._own_axis(), data.times_bound
+
+    @property
+    def axis(self) -> Axis:
+        """Their own axis.  Collective over them at the first call after the data axis has got other ranks."""
+        if self._bound != self.data.times_bound:
+            self._axis, self._bound = self._own_axis(), self.data.times_bound
+        return self._axis
+
+    def _own_axis(self) -> Axis:
+        axis = self.data.subgroup(_GROUP, range(self.data.size))
+        assert axis is not None
+        return axis
 
     def difference(self, number: int) -> CollectiveMismatchError:
         """The error for ranks that were in different layers. Collective."""
@@ -124,8 +135,7 @@ class _OverRanks(torch.nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"a batch norm takes (samples, channels, ...), got {x.dim()} dimensions")
 
     def forward(self, x: Any) -> Any:
-        axis = self._ranks.axis
-        if axis.size == 1 or not self.training:  # in evaluation no rank waits for others
+        if self._ranks.data.size == 1 or not self.training:  # in evaluation no rank waits for others
             return super().forward(x)
         self._check_input_dim(x)
         y, mean, variance, count = _Normalize.apply(x, self.weight, self.bias, self.eps, self._ranks, self._number)

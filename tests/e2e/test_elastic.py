@@ -501,6 +501,28 @@ with mpishard.Mesh() as mesh:
     assert how == "in order" and "in callback" in output and "MPI_ERR_TRUNCATE" in output, output
 
 
+def test_a_communicator_with_a_dead_rank_ends_the_run():
+    """That of a callback; to heal would not help."""
+    script = """
+import os, signal
+import numpy as np
+from mpi4py import MPI
+import mpishard
+
+def callback(state):
+    if state.step == 3 and MPI.COMM_WORLD.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    MPI.COMM_WORLD.allreduce(state.step)
+
+with mpishard.Mesh() as mesh:
+    optimizer = mpishard.ElasticOptimizer(mpishard.SGD(lr=0.1), mesh, respawn=False)
+    problem = mpishard.OptimizationProblem(lambda p, s, g: 0.0, np.ones(3), samples=8, batch_size=8, steps=9)
+    optimizer.optimize(problem, callback=callback, progress=False)
+"""
+    output, how = faults.execute([*LAUNCH, "-n", "3", sys.executable, "-c", script], 60)
+    assert how == "in order" and "RunLost: MPI reports a death after step 3 again and again" in output, output
+
+
 def test_an_error_of_all_that_the_script_catches_is_no_death():
     """They go on with another run, and end in order."""
     script = """

@@ -155,6 +155,37 @@ def test_the_run_does_not_need_those_who_do_not_come(mpirun, script, tmp_path, c
     assert none_is_left(tmp_path)
 
 
+def test_who_is_on_the_way_ends_with_a_run_that_all_leave(mpirun, tmp_path):
+    """By an error that the script catches, or by `sys.exit`, while others wait to be called in."""
+    script = """
+import sys
+import numpy as np
+import mpishard
+from mpishard.elastic import requests
+
+spawned, made, usual = "mpishard_joining" in sys._xoptions, [], requests.SpawnRequest
+requests.SpawnRequest = lambda *arguments: made.append(usual(*arguments)) or made[-1]
+
+def callback(state):
+    if state.step == 2:
+        elastic.resize(2)
+    if not spawned and state.step > 2 and mesh.world.allgather_object(bool(made) and made[-1].here)[0]:
+        raise SystemExit(7) if sys.argv[1] == "exits" else ArithmeticError("spoilt")
+
+with mpishard.Mesh() as mesh:
+    elastic = mpishard.ElasticOptimizer(mpishard.SGD(lr=0.1), mesh, max_workers=2)
+    problem = mpishard.OptimizationProblem(lambda p, s, g: 0.0, np.ones(3), samples=8, batch_size=8)
+    try:
+        elastic.optimize(problem, callback=callback, progress=False)
+    except ArithmeticError:
+        pass
+"""
+    (tmp_path / "script.py").write_text(script)
+    for how, code in (("fails", 0), ("exits", 7)):
+        done = mpirun(1, tmp_path / "script.py", how, timeout=120)
+        assert done.code == code, done.all
+
+
 def test_one_fails_once_it_has_come(mpirun, script, tmp_path):
     """The others do not wait for ever, though it was alone in its MPI_COMM_WORLD."""
     done = mpirun(2, script, "failing later", tmp_path)

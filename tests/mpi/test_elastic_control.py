@@ -14,8 +14,10 @@ import pytest
 from mpi4py import MPI
 
 import mpishard
+from mpishard.comm import supervisor_reports
 from mpishard.elastic.control import ControlFolder
 from mpishard.elastic.optimizer import ElasticOptimizer
+from mpishard.launch.job_notes import JobNotes
 
 ROWS = np.random.default_rng(0).standard_normal((48, 6))
 
@@ -105,6 +107,23 @@ def test_one_rank_leaves_and_the_others_go_on(which, alone, at_once):
     assert gathered[who] == [world.size] * 4
     other = gathered[1 if who == 0 else 0]
     assert other == [world.size] * 4 + [world.size - 1] * 16
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_first_of_those_that_work_reports_the_steps(at_once, monkeypatch, folder):
+    """A supervisor would end a run whose first rank has left as one that takes no step."""
+    reports = object.__new__(supervisor_reports.Reports)
+    reports._run = JobNotes.create(folder.parent / f"notes-{MPI.COMM_WORLD.rank}")
+    reports.is_first, reports.is_silent, reports.restarted = MPI.COMM_WORLD.rank == 0, False, False
+    monkeypatch.setattr(supervisor_reports.Reports, "this", reports)
+
+    def act(step):
+        looks = iter([False, True])
+        reports._follow(lambda seconds: next(looks), lambda: step)
+        return signals(signal.SIGTERM, 4, 0)(step)
+
+    Run().go(act)
+    assert MPI.COMM_WORLD.allgather(reports._run.notes.step)[:2] == [4, 20] and not reports.leads
 
 
 @pytest.mark.mpi(min_size=3)

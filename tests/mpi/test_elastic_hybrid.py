@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -445,6 +446,17 @@ def test_a_model_that_does_not_fit(comm):
         optimizer = moving(DDPOptimizer, mesh, AutoLayouts(memory_limit=1000))
         with pytest.raises(RunLost, match=f"no layout fits {comm.size} ranks"):
             optimizer.optimize(problem, progress=False)
+
+
+@pytest.mark.mpi(min_size=3)
+def test_who_is_in_no_mesh_at_the_end_holds_up_nobody(comm):
+    """It ends its script, and comes to no `free`."""
+    if comm.size % 2 == 0:
+        pytest.skip("all are in the mesh")
+    mesh = Mesh(comm, timeout=1e6)
+    with pytest.raises(SystemExit) if comm.rank == comm.size - 1 else contextlib.nullcontext():
+        moving(DDPOptimizer, mesh, [{"tensor": 2}]).optimize(problem, progress=False)
+        mesh.free()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -120,6 +120,32 @@ def test_meshes_change_while_a_run_goes(comm, axis, strategy):
         assert not any(module() for module in made[:-2])  # the next step frees the last but one
 
 
+@needs_ranks
+def test_batch_norms_over_ranks_go_with_the_ranks(comm):
+    x = torch.randn(24, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def trained(mesh, sizes):
+        torch.manual_seed(1)
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)).double()
+        module = mpishard.torch.convert_sync_batchnorm(module, mesh)
+        task = mpishard.torch.problem(
+            module, lambda module, samples: (module(x[samples]) - x[samples]).square().mean(1), 24, 24, steps=STEPS
+        )
+        optimizer = ElasticOptimizer(DDPOptimizer(RULE, mesh))
+
+        def callback(state):
+            if state.step in sizes:
+                optimizer.resize(sizes[state.step])
+
+        return optimizer.optimize(task, callback=callback, progress=False).loss_history
+
+    with Mesh(MPI.COMM_SELF) as one:
+        wanted = trained(one, {})
+    with Mesh(comm) as mesh:
+        found = trained(mesh, {1: comm.size - 1, 3: comm.size, 4: 1})
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
+
+
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_workers_of_two_ranks_leave_and_come_back(comm, axis):
