@@ -416,6 +416,11 @@ def _check(config: ShardingConfiguration, sync_every: int, outer: Rule | None, p
         )
     if outer is not None and outer.ema_decay is not None:
         raise ValueError("the outer rule keeps no average of the parameters; give ema_decay to the inner rule")
+    if outer is not None and getattr(outer, "by_name", None):  # of optax
+        raise ValueError(
+            "the outer rule chooses tensors by their names, and an outer step sees buckets; give such a rule as the "
+            "inner rule"
+        )
     if outer is not None and outer.groups:
         raise ValueError(
             f"the outer rule {type(outer).__name__} has parameter groups, and an outer step sees buckets; give "

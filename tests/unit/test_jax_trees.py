@@ -452,3 +452,9 @@ def test_a_gradient_is_checked_after_a_run_with_a_loss_scale():
 def test_a_transformation_is_taken_where_jax_raises_for_nan(optax):
     with jax.debug_nans(True), jax.debug_infs(True):
         assert rule_of(optax.adam(0.1)).slots == ("mu", "nu")
+
+
+def test_an_outer_rule_that_chooses_tensors_is_refused(optax):
+    outer = rule_of(optax.masked(optax.sgd(0.1), {"w": True}), tree=TREE)
+    with mpishard.Mesh() as mesh, pytest.raises(ValueError, match="outer rule chooses .*buckets"):
+        mpishard.LocalSGDOptimizer(mpishard.SGD(lr=0.1), mesh, outer=outer)
