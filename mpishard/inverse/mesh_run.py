@@ -156,16 +156,16 @@ class MeshRanks(MinimizingRanks):
         None if the evaluation has failed on any rank (`EvaluationFailed`), which it may. Raises on all ranks if any has
         another problem, or if they differ.
         """
-        flat, failed, reason = None, False, ""
+        flat, failed, reason, digits = None, False, "", digits_of(0.0)
         if may_fail and isinstance(problem, EvaluationFailed):
             reason = "" if hasattr(problem, ECHO) else f"{problem}" or type(problem).__name__
             failed, problem = True, None
         elif problem is None:
             try:
-                flat = self._unknowns.vector(what, given)
-            except (TypeError, ValueError) as error:
+                flat, digits = self._unknowns.vector(what, given), digits_of(given)
+            except Exception as error:  # any, of an array that is computed or read only now
                 problem = error
-        numbers = [self._interrupts.came, failed, digits_of(given), *self._comparison.hashes(flat)]
+        numbers = [self._interrupts.came, failed, digits, *self._comparison.hashes(flat)]
         values, facts = exchange(self.world, problem, value, numbers)
         self.interrupted = bool(facts[:, 0].any())
         if facts[:, 1].any():

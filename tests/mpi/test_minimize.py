@@ -196,6 +196,13 @@ def test_the_rank_whose_part_is_not_finite_is_named(mesh):
     assert message.endswith(f"NaN or infinite Hessian product at step 2: 'x' on rank {last}")
 
 
+class Lazy:
+    """An array that is read when it is converted."""
+
+    def __array__(self, *args, **more):
+        raise KeyError("chunk 3")
+
+
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
     [
@@ -203,6 +210,7 @@ def test_the_rank_whose_part_is_not_finite_is_named(mesh):
         ("gradient", ValueError, "values of the gradient .*on rank 1"),
         ("raises", ZeroDivisionError, "by"),
         ("shape", ValueError, "gradient has 12 elements"),
+        ("lazy", KeyError, "chunk 3"),
         ("callback", KeyError, "mine"),
         ("start", ValueError, "x0 must be finite"),
         ("option", ValueError, "has no option 'eps'"),
@@ -217,6 +225,8 @@ def test_what_one_rank_does_wrong_is_raised_on_all(mesh, kind, error, words):
         if odd and kind == "raises":
             raise ZeroDivisionError("by")
         gradient = 2 * x + (odd and kind == "gradient")
+        if odd and kind == "lazy":
+            return 1.0, Lazy()
         return 1.0 + (odd and kind == "value"), gradient[1:] if odd and kind == "shape" else gradient
 
     def callback(x):
