@@ -226,9 +226,29 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
+def _is_child_of_rank() -> bool:
+    """Return True if this process is known to be no rank, though it has the variables of the one that started it.
+
+    MPI_Init of it would fail: of workers of multiprocessing, by spawn or a fork server, and of other processes where
+    the socket to MPICH's launcher was closed.
+    """
+    servers = ("from multiprocessing.spawn ", "from multiprocessing.forkserver ")
+    if any(word.startswith(servers) for word in sys.orig_argv):
+        return True
+    try:
+        os.fstat(int(os.environ.get("PMI_FD", 0)))
+    except ValueError:
+        return False
+    except OSError:
+        return "PMI_FD" in os.environ
+    return False
+
+
 def _runs_distributed() -> bool:
     """Return True if a launcher or the supervisor has started this process; some leave nothing in the environment."""
     if sys.argv[:1] == ["-m"] and "mpishard.watch" in sys.orig_argv:  # the program that it runs starts MPI, or nobody
+        return False
+    if _is_child_of_rank():
         return False
     if any(name.startswith(_STARTED_BY) for name in os.environ):
         return True

@@ -327,3 +327,19 @@ def test_a_fault_in_the_words_of_a_refusal_is_told_whole(line, frames, tmp_path,
         exec(compile(path.read_text(), path, "exec"), functions)
     _, files = text_and_files(functions["check"], functions["refuse"])
     assert [file for file in files if file.startswith(str(tmp_path))] == [str(between), str(inside)][-frames:]
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "starts"),
+    [
+        ("", {}, True),
+        ("from multiprocessing.spawn import spawn_main; ", {}, False),
+        ("", {"PMI_FD": "99", "PMI_RANK": "0", "PMI_SIZE": "2"}, False),
+    ],
+)
+def test_a_process_that_a_rank_starts_starts_no_mpi(words: str, variables: dict[str, str], starts: bool) -> None:
+    """Workers of multiprocessing died in MPI_Init, and their pool started others for ever."""
+    command = [sys.executable, "-c", f"{words}import sys, mpishard; print('mpi4py.MPI' in sys.modules)"]
+    environment = {**os.environ, "MPI_LOCALNRANKS": "1", **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{starts}\n"), done.stderr
