@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from mpishard.arguments import printable
+from mpishard.arguments import listed, printable
 from mpishard.checkpoint.archives import Archive, Source, write_archive, write_checkpoint, write_plain
 from mpishard.checkpoint.folder import candidates, dangling_links, next_generation
 from mpishard.checkpoint.pieces import CheckpointReader, Contents
@@ -218,7 +218,9 @@ def export(
     assert chosen.contents is not None
     with CheckpointReader(chosen.contents) as reader:
         write_archive(reader, target, optimizer=optimizer)
-    typer.echo(printable(f"written to {target}"))
+        buffers = [name.removeprefix("buffer.") for name in reader.facts if name.startswith("buffer.")]
+    without = f", without the buffers of the module: {listed(sorted(buffers))}" if buffers else ""
+    typer.echo(printable(f"written to {target}{without}"))
 
 
 def import_(

@@ -425,7 +425,10 @@ def _write(
     tensors: dict[str, np.ndarray] = {}
     for weight, array in zip(weights, values, strict=True):
         tensors.update(published_tensors(weight, array, dtype))
-    safetensors.save_file(tensors, path, metadata={"format": "pt"})  # without it `transformers` refuses the file
+    try:
+        safetensors.save_file(tensors, path, metadata={"format": "pt"})  # without it `transformers` refuses the file
+    except of_extra("safetensors", "weights", "a folder of published weights").SafetensorError as error:
+        raise OSError(f"{path.name} cannot be written into {path.parent}: {error}") from None
     weight_map.update(dict.fromkeys(tensors, path.name))
 
 

@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 import pytest
 from mpi4py import MPI
-from sources import SHAPES, Arrays, write
+from sources import FACTS, SHAPES, Arrays, write
 
 from mpishard.checkpoint.pieces import CheckpointReader
 from mpishard.checkpoint.verify import newest_whole
@@ -585,6 +585,13 @@ def test_convert(saved, tmp_path, shell):
     assert shell("convert", saved / "step-00000005", tmp_path / "plain.h5", "--plain")[0] == 0
     with h5py.File(tmp_path / "plain.h5") as plain:
         assert np.array_equal(plain["parameters/table.weight"], Arrays().values["parameters", "table.weight"])
+
+
+def test_an_export_names_the_buffers_that_it_leaves_out(tmp_path, shell):
+    write(Arrays(facts={**FACTS, "buffer.1.running_mean": np.zeros(4)}), tmp_path / "one")
+    code, lines, _ = shell("export", tmp_path / "one", tmp_path / "x.npz")
+    left_out = "without the buffers of the module: 1.running_mean"
+    assert (code, lines[-1]) == (0, f"written to {tmp_path / 'x.npz'}, {left_out}")
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])

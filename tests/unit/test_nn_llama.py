@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 from typing import Any
 
 import numpy as np
@@ -442,6 +443,18 @@ def test_what_is_there_already_is_not_overwritten(folder):
         nn.export_pretrained(model, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_full_disk_is_an_error_of_the_file(folder, tmp_path):
+    model = nn.import_pretrained(folder)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="model.safetensors cannot be written into .*too large"):
+            nn.export_pretrained(model, tmp_path / "full")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [path for path in tmp_path.iterdir() if "full" in path.name]
 
 
 def test_an_export_is_where_a_link_leads_to(folder, tmp_path):
