@@ -26,6 +26,7 @@ from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
 from mpishard.elastic.mesh_limits import MeshLimits
 from mpishard.elastic.requests import ResizeRequests, WorkerTarget
 from mpishard.elastic.run import ElasticOptions
+from mpishard.elastic.spawning import JoiningProcess
 from mpishard.elastic.stopped_peers import StoppedPeerMonitor
 from mpishard.launch.job_notes import JobNotes
 from mpishard.minimizers import Method
@@ -398,6 +399,7 @@ class ElasticOptimizer:
             )
             joins = is_joining()
             if joins:  # it waits for the run while the loop is made; others have the time limit there
+                JoiningProcess.heed_signals()
                 stack.enter_context(requests.signals)
             # It only makes the loop, so that no frame keeps the problem while that runs.
             loop: Any = problem.minimize(
