@@ -26,6 +26,7 @@ from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
 from mpishard.elastic.mesh_limits import MeshLimits
 from mpishard.elastic.requests import ResizeRequests, WorkerTarget
 from mpishard.elastic.run import ElasticOptions
+from mpishard.elastic.spawning import JoiningProcess
 from mpishard.elastic.stopped_peers import StoppedPeerMonitor
 from mpishard.launch.job_notes import JobNotes
 from mpishard.minimizers import Method
@@ -399,6 +400,7 @@ class ElasticOptimizer:
             )
             joins = is_joining()
             if joins:  # it waits for the run while the loop is made; others have the time limit there
+                JoiningProcess.heed_signals()
                 stack.enter_context(requests.signals)
             # It only makes the loop, so that no frame keeps the problem while that runs.
             loop: Any = problem.minimize(
@@ -447,14 +449,15 @@ class ElasticOptimizer:
             check_problem(made)
             if trained is not None and isinstance(made.start, FlatParameters):  # the call continues an earlier one
                 made.start.held[...] = trained.held
+            why_not = MeshLimits(self.optimizer, made)
             if not is_joining():
-                self._choice.why_not = why_not = MeshLimits(self.optimizer, made)
+                self._choice.why_not = why_not
                 self._choice.check()
-                if self._choice.auto is not None:
-                    from mpishard.elastic.auto_layouts import AutoLayouts  # with the estimates
+            if self._choice.auto is not None:  # one that joins may become the first, which chooses
+                from mpishard.elastic.auto_layouts import AutoLayouts  # with the estimates
 
-                    auto = AutoLayouts() if self._choice.auto == "auto" else self._choice.auto
-                    self._choice.use(auto.for_problem(self.optimizer, made, why_not))
+                auto = AutoLayouts() if self._choice.auto == "auto" else self._choice.auto
+                self._choice.use(auto.for_problem(self.optimizer, made, why_not))
         return problem, made
 
     def _folder(self, checkpoints: Checkpoints | None) -> Path | None:

@@ -53,12 +53,12 @@ _ANSWER_S = 10.0
 # (ULFM), MPI_Init may wait for ever, and no thread of Python runs in it: then the kernel ends the process.
 BOOT = (
     "import os, signal; signal.alarm(20 * (os.environ.get('OMPI_MCA_mpi_ft_enable') == '1')); from mpi4py import MPI; "
-    "signal.alarm(0); [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGTERM, signal.SIGUSR1)]; "
-    "signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "signal.alarm(0); signal.signal(signal.SIGINT, signal.default_int_handler); "
     "from mpishard.elastic.spawning import run_script; run_script()"
 )
 # What starts Python with the arguments that follow.  Signals that stop the run reach new processes, too: if one ended
-# them before MPI_Init is over, the leader's spawn would not return.
+# them before MPI_Init is over, the leader's spawn would not return; later, where MPI does not heal, the job would end
+# before its last checkpoint.  They are ignored until `optimize` handles them, and the leader dismisses the process.
 SHIELDED = ("/bin/sh", "-c", 'trap "" TERM USR1 INT; exec "$0" "$@"', sys.executable)
 
 
@@ -404,6 +404,14 @@ class JoiningProcess:
         # Open MPI detects the death of a process only after a message has been exchanged with it.
         self._tell(HELLO)
         self._listener.start()
+
+    @staticmethod
+    def heed_signals() -> None:
+        """Let signals that stop the run end this process again, as they do after the run."""
+        if threading.current_thread() is threading.main_thread():
+            for each in (signal.SIGTERM, signal.SIGUSR1):
+                if signal.getsignal(each) is signal.SIG_IGN:
+                    signal.signal(each, signal.SIG_DFL)
 
     def join(self) -> MPI.Intracomm:
         """Wait until this process has joined the run; returns the communicator of all processes.

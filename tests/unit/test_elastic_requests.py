@@ -22,6 +22,7 @@ from mpishard import (
     AdamW,
     AutoLayouts,
     DDPOptimizer,
+    ElasticOptimizer,
     Mesh,
     OptimizationProblem,
     ShardingConfiguration,
@@ -29,7 +30,7 @@ from mpishard import (
     nn,
 )
 from mpishard.cli.app import main
-from mpishard.elastic import requests
+from mpishard.elastic import optimizer, requests
 from mpishard.elastic.control import Control, ControlFolder, Discovery, count_slots, request_resize
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
 from mpishard.elastic.mesh_limits import MeshLimits
@@ -362,6 +363,22 @@ def test_no_mesh_that_the_run_cannot_have(mesh):
     assert found["tensor"] == 1
     assert found["data"] <= 2
     assert chosen(1) == {"data": 1, "tensor": 1, "pipeline": 1}
+
+
+def test_a_process_that_joins_can_choose_too(mesh, monkeypatch):
+    """It may become the first one."""
+    monkeypatch.setattr(optimizer, "is_joining", lambda: True)
+    elastic = ElasticOptimizer(AdamW(), mesh, layouts="auto")
+    elastic._built(
+        lambda mesh: OptimizationProblem.for_model(
+            nn.GPT(vocabulary_size=64, context_length=16, width=32, layers=4, heads=4, mesh=mesh, shards=4),
+            lambda samples: (),
+            samples=64,
+            batch_size=32,
+            steps=1,
+        )
+    )
+    assert elastic._choice.best(4, 32).ranks == 4
 
 
 def test_a_model_of_unknown_architecture(mesh):

@@ -484,8 +484,8 @@ def test_no_script_is_refused(arguments):
         command(["python", *arguments], (1, 1))
 
 
-def test_signals_that_stop_the_run_do_not_end_a_spawned_process_before_mpi_is_started(tmp_path):
-    """The spawn would not return."""
+def test_signals_that_stop_the_run_do_not_end_a_spawned_process_before_it_joins(tmp_path):
+    """The spawn would not return, or a job that does not heal would end without its last checkpoint."""
     send = "import os, signal; MPI = [os.kill(os.getpid(), getattr(signal, name)) for name in {}]"
     names = "SIGTERM", "SIGUSR1", "SIGINT"
     ignored = f"[name for name in {names} if signal.getsignal(getattr(signal, name)) is signal.SIG_IGN]"
@@ -496,4 +496,4 @@ def test_signals_that_stop_the_run_do_not_end_a_spawned_process_before_mpi_is_st
     (tmp_path / "mpishard/elastic/spawning.py").write_text(f"import signal\nrun_script = lambda: print({ignored})")
     environment, words = {**os.environ, "PYTHONPATH": str(tmp_path)}, [*SHIELDED, "-c", BOOT]
     done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done
+    assert (done.returncode, done.stdout) == (0, "['SIGTERM', 'SIGUSR1']\n"), done
