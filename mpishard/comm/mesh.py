@@ -417,9 +417,12 @@ class Mesh:
             self.initial_values = before
 
     def unwatch(self, wholly: bool = False) -> None:
-        """End the time limits; a rank that dies is still named where its death ends the job, unless `wholly`.
+        """End the time limits.  Collective.
 
-        Collective.
+        Parameters
+        ----------
+        wholly : bool
+            Whether a rank that dies is no longer named, either, where its death ends the job.
         """
         if self._watchdog is None:
             return
