@@ -42,6 +42,7 @@ class Part:
     counts: bool = True  # the vectors of this rank count; False where other ranks have the same
     value_counts: bool = True  # likewise for the value
     arrange: Callable[[Array], Array] | None = None  # brings their vectors to the order of `point`; collective
+    given_size: int | None = None  # elements of such a vector on this rank; None: as many as of `point`
 
     def arranged(self, vector: Array) -> np.ndarray:
         """A vector of `call` or `product` in the order of `point`, on the host in float64.  Collective."""
@@ -83,7 +84,8 @@ def _part_of_function(functions: Functions, x: Any, mesh: Mesh | None, summed: b
     axis = world_of(mesh)
     functions.meeting = axis if unknowns.is_split else None
     first = mesh is None or mesh.data.rank == 0
-    return Part(point, call, axis, axis, product, summed or first, summed or axis.rank == 0, unknowns.arranged)
+    counts = summed or first, summed or axis.rank == 0
+    return Part(point, call, axis, axis, product, *counts, unknowns.arranged, unknowns.given_size)
 
 
 def _part_of_problem(problem: OptimizationProblem[Any], mesh: Mesh | None, samples: Any) -> Part:
@@ -154,8 +156,11 @@ class Line:
                     self.d = np.array(arrays.to_host(given), np.float64).reshape(-1)
                 except (TypeError, ValueError):
                     raise TypeError(f"direction={shown(direction)} must be an array of numbers, like x") from None
-            if self.d.size != point.size or not np.isfinite(self.d).all():
-                raise ValueError(f"direction must have {point.size} finite elements, like x; it has {self.d.size}")
+                size = point.size if part.given_size is None else part.given_size
+                if self.d.size != size or not np.isfinite(self.d).all():
+                    raise ValueError(f"direction must have {size} finite elements, like x; it has {self.d.size}")
+        if direction is not None:
+            self.d = part.arranged(self.d)
         if not self.dots((np.abs(self.d), np.ones(point.size)))[0]:
             raise ValueError("direction is 0: nothing changes along it; leave it out for a random one")
 

@@ -371,6 +371,8 @@ def test_the_gradient_is_checked(comm):
         checked = {"mesh": mesh, "reduction": "sum", "disp": False}
         assert mpishard.check_gradient(fun, start, hessp=lambda x, p: 3 * w * (x - wanted) ** 2 * p, **checked)
         assert not mpishard.check_gradient(lambda x: fun(x, np.where(numbers == 11, 1.5, 1.0)), start, **checked)
+        along = mpishard.check_gradient(fun, start, direction=(numbers == 5) * 1.0, **checked)
+        assert along.derivative == pytest.approx(STIFFNESS[5] * (1 - WANTED[5]) ** 3)
 
 
 # Least squares, constraints and adjoints: the functions bring the values of a group together by themselves.
