@@ -86,8 +86,10 @@ def run(
     """
     if hosts:
         parse_hosts(hosts)
-    if timeout is not None and not (watch and timeout > 0):
-        raise ValueError(f"--timeout {timeout:g} must be more than 0 seconds, and needs --watch")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"--timeout {timeout:g} must be more than 0 seconds")
+    if timeout is not None and not watch:
+        raise ValueError(f"--timeout {timeout:g} limits the waiting that --watch sees; give --watch, too")
     watched = ("--folder", str(watch_folder.absolute()), *(() if timeout is None else ("--timeout", str(timeout))))
     job = Job(
         _words(command, elsewhere=bool(hosts)),

@@ -189,7 +189,8 @@ def check_reducer(parameters: FlatParameters, reducer: GradientReducer | None) -
     if theirs.progress.is_bound and theirs.has_content and theirs is not reducer:
         raise ValueError(
             "the gradients of these parameters went to another optimizer, which reduces them; "
-            "call parameters.reset_gradients() before the backward pass whose gradients this one shall use"
+            "call parameters.reset_gradients() and bind(parameters) of this one before the backward pass whose "
+            "gradients it shall use"
         )
 
 
