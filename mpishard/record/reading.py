@@ -324,12 +324,8 @@ def _is_of_process(line: dict[str, Any]) -> bool:
         return False
     axes = [of if isinstance(of, dict) else {} for of in line["axes"].values()]
     values = [*line["seconds"], *line["busy"], *line["phases"].values(), *(of.get(n) for of in axes for n in _OF_AXIS)]
-    return all(
-        map(
-            is_number,
-            [*(line[n] for n in ("rank", "ranks", "step")), *(line.get(n, 0) for n in ("time", "pipeline")), *values],
-        )
-    )
+    own = line["rank"], line["ranks"], line["step"], line.get("time", 0), line.get("pipeline", 0)
+    return all(map(is_number, [*own, *values]))
 
 
 def process_files(folder: Path, kind: str = ".jsonl") -> list[Path]:

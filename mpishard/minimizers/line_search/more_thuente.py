@@ -200,8 +200,10 @@ def _flatter(low: Trial, high: Trial, new: Trial, bracketed: bool, least: float,
     """Case 3: a lower value, and a smaller slope of the same sign."""
     ratio, gamma = _cubic(new, low)
     # The cubic step counts if the cubic rises to infinity along the step and has its minimum beyond it.
-    rises = ratio < 0 and gamma != 0
-    cubic = _towards(new, low, ratio) if rises else most if new.step > low.step else least
+    if ratio < 0 and gamma != 0:
+        cubic = _towards(new, low, ratio)
+    else:
+        cubic = most if new.step > low.step else least
     secant = _secant(low, new)
     closer, farther = (cubic, secant) if abs(cubic - new.step) < abs(secant - new.step) else (secant, cubic)
     if not bracketed:
