@@ -543,8 +543,14 @@ def test_a_folder_that_another_run_takes(tmp_path, monkeypatch):
             JobNotes.create(folder.path)
     folder, taken = JobNotes.create(folder.path), []
     supervisor = Supervisor(Job(("true",), ranks=1, launcher="true"))
+
+    def watch(process, *_):
+        taken.append(folder.next())
+        process.wait()  # one that is still starting would be ended by SIGINT
+        return set()
+
     monkeypatch.setattr(supervisor, "_end_all", lambda: None)
-    monkeypatch.setattr(supervisor, "_watch", lambda process, *_: {*map(taken.append, [folder.next()])} and set())
+    monkeypatch.setattr(supervisor, "_watch", watch)
     assert supervisor._run(folder) == 1
     assert not taken[0].is_over
 
