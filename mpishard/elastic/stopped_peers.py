@@ -15,17 +15,14 @@ from collections.abc import Iterable
 
 from mpishard.elastic.roles import Peer
 from mpishard.io import log
-from mpishard.launch.processes import BEGAN, process_facts, this_machine
+from mpishard.launch.processes import BEGAN, identity, process_facts
 
 _POLL_S = 0.25
 
 
 def this_process() -> Peer:
     """The identification of this process by which peers watch it."""
-    host = ""
-    with contextlib.suppress(OSError):  # without /proc no process is watched
-        host = this_machine()
-    return Peer(host, os.getpid(), _state_and_start(os.getpid())[1])
+    return Peer(*identity(os.getpid()))  # without /proc no process is watched
 
 
 class StoppedPeerMonitor:

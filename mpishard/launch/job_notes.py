@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mpishard.io.files import read_note, remove_notes, write_note
-from mpishard.launch.processes import BEGAN, process_facts, this_machine
+from mpishard.launch.processes import identity
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
@@ -44,15 +44,6 @@ def patiently(call: Callable[[], T]) -> T:
             if stays or time.monotonic() > limit:
                 raise
         time.sleep(_AGAIN_S)
-
-
-def _identity(process: Any) -> list[Any]:
-    """What tells a process that lives from all others; empty if it is gone, or if this system does not tell."""
-    with contextlib.suppress(OSError):
-        facts = process_facts(process)
-        if facts[0] not in "ZX":
-            return [this_machine(), process, facts[BEGAN]]
-    return []
 
 
 def raised_by_all(error: E, ranks: int) -> E:
@@ -149,8 +140,8 @@ class JobNotes:
         """
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        holder, own = read_note(path / "supervisor", private=True), _identity(os.getpid())
-        if holder and holder != own and holder == _identity(holder[1]):
+        holder, own = read_note(path / "supervisor", private=True), list(identity(os.getpid()))
+        if holder and holder[0] and holder != own and holder == list(identity(holder[1])):
             raise ValueError(f"{path} is used by another mpishard run, process {holder[1]}; give each its own --folder")
         write_note(path / "supervisor", own, private=True)
         names = "started training step cell ended given-up failure echo aborted healed ending".split()

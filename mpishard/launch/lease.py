@@ -24,7 +24,7 @@ from typing import ClassVar
 from mpishard.arguments import printable
 from mpishard.io import files, log
 from mpishard.launch.job_notes import JobNotes
-from mpishard.launch.processes import BEGAN, process_facts, this_machine
+from mpishard.launch.processes import identity
 
 SHARE = "MPISHARD_SHARE_FOLDER"
 _FILE = "holder"
@@ -51,14 +51,11 @@ class Holder:
     @classmethod
     def this(cls, environment: Mapping[str, str] = os.environ) -> Holder:
         """This process."""
-        machine = began = ""
-        with contextlib.suppress(OSError):
-            machine = this_machine()
-            began = process_facts(os.getpid())[BEGAN]
+        machine, process, began = identity(os.getpid())
         run = JobNotes.from_environment(environment)
         return cls(
             os.uname().nodename,
-            os.getpid(),
+            process,
             datetime.now().astimezone().isoformat(timespec="seconds"),
             machine,
             began,
@@ -82,11 +79,7 @@ class Holder:
         """Whether it lives; None if it is of another machine."""
         if not self.machine or self.machine != Holder.this().machine:
             return None
-        try:
-            facts = process_facts(self.process)
-            return facts[0] not in "ZX" and facts[BEGAN] == self.began
-        except OSError:
-            return False
+        return identity(self.process) == (self.machine, self.process, self.began)
 
     def __str__(self) -> str:
         job = f"Slurm job {self.job}, " if self.job else ""

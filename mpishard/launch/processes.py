@@ -75,9 +75,18 @@ def state_here(name: str) -> str:
     return STOPPED if state in "Tt" else DEAD if state in "ZX" else ""
 
 
-def this_machine() -> str:
-    """A text that only processes have in common that see each other; OSError if this system does not tell."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+def identity(process: int) -> tuple[str, int, str]:
+    """What tells a process that lives from all others: its machine, its number, and when it began.
+
+    Processes that see each other have the same machine. It and the time are empty if the process is gone, or if this
+    system does not tell.
+    """
+    with contextlib.suppress(OSError):
+        facts = process_facts(process)
+        if facts[0] not in "ZX":
+            machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+            return machine, process, facts[BEGAN]
+    return "", process, ""
 
 
 def descendants(of: int | None = None) -> set[int]:

@@ -26,9 +26,9 @@ from mpishard.comm import supervisor_reports
 from mpishard.io.files import write_note
 from mpishard.launch import restart_policy
 from mpishard.launch.exit_codes import _code_of_script, _main_frame, _ran_to_its_end, _Unknown
-from mpishard.launch.job_notes import Ended, Failure, Heal, JobNotes, Notes, _identity, raised_by_all
+from mpishard.launch.job_notes import Ended, Failure, Heal, JobNotes, Notes, raised_by_all
 from mpishard.launch.launchers import Launcher, find_launcher, parse_hosts
-from mpishard.launch.processes import Offspring
+from mpishard.launch.processes import Offspring, identity
 from mpishard.launch.supervisor import Job, Supervisor, _in_lines, _temporary_folder
 
 FAILURE = Failure("ValueError", "1.5 is bad", "train.py:7", 12)
@@ -538,7 +538,7 @@ def test_a_folder_that_another_run_takes(tmp_path, monkeypatch):
     """One of this machine may not while its supervisor lives; one of another ends this run, which leaves it alone."""
     folder = JobNotes.create(tmp_path / "run")
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
-        write_note(folder.path / "supervisor", _identity(other.pid))
+        write_note(folder.path / "supervisor", identity(other.pid))
         with pytest.raises(ValueError, match=f"run is used by another mpishard run, process {other.pid}; .*--folder"):
             JobNotes.create(folder.path)
     folder, taken = JobNotes.create(folder.path), []
