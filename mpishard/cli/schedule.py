@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 import textwrap
 import warnings
 from collections.abc import Callable
@@ -16,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mpishard.cli.output import ACTIONS, save
+from mpishard.cli.output import ACTIONS, console, save
 from mpishard.pipeline.schedule import (
     KINDS,
     SCHEDULES,
@@ -243,14 +241,13 @@ def schedule(
     if as_json:
         typer.echo(json.dumps(_as_dict(timeline, blocking_sends)))
         return
-    width = shutil.get_terminal_size((120, 24)).columns
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    colour = False if plain else None  # None: where the output is a terminal
+    screen = console()
+    colour = screen.color_system is not None and not screen.no_color
     cut = f"{made.stages} stages" + (f" x {made.chunks} chunks" if made.chunks > 1 else "")
     typer.echo(f"{made.name}: {cut}, {made.microbatches} micro-batches\n", color=colour)
-    typer.echo("\n".join(draw(timeline, width)) + "\n", color=colour)
+    typer.echo("\n".join(draw(timeline, screen.width)) + "\n", color=colour)
     for what, text in _summary(timeline, blocking_sends).items():
-        typer.echo(textwrap.fill(f"{what:<10} {text}", max(width, 30), subsequent_indent=" " * 11))
+        typer.echo(textwrap.fill(f"{what:<10} {text}", max(screen.width, 30), subsequent_indent=" " * 11))
     if png is not None:
         typer.echo(f"{'picture':<10} {png}")
 
