@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import weakref
 from collections.abc import Callable, Mapping
@@ -13,22 +12,18 @@ import torch
 
 from mpishard.arguments import listed, number, without_dimensions
 from mpishard.backend import array as arrays
-from mpishard.comm.agreement import agree_on_settings, opening
-from mpishard.comm.errors import raised_on_all
-from mpishard.data_parallel.full_state import encode
+from mpishard.comm.agreement import opening
 from mpishard.data_parallel.rule_state import clip_factor
 from mpishard.data_parallel.settings import agree_on_step
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.io import log
-from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.reducer import NoSync
 from mpishard.torch.live_groups import ParameterGroups, RuleGroups, groups_of
 from mpishard.torch.loop_hooks import CLIP, DROP, STEP, LoopHooks, SentHooks, loop_hooks
 from mpishard.torch.micro_batches import ModulePasses
 from mpishard.torch.module import ModuleState
-from mpishard.torch.own_steps import WholeSteps
-from mpishard.torch.torch_state import TorchStateConverter, settings_of_state_dict, steps_of
+from mpishard.torch.torch_state import StateDicts, is_of_torch
 from mpishard.training.saving import load_checkpoint, save_checkpoint
 
 
@@ -447,9 +442,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
         return gradients.no_sync(self._hooks.follow_drop)
 
     @property
-    def _whole_steps(self) -> WholeSteps | None:
-        own_steps = self.optimizer.rule.own_steps if isinstance(self.optimizer.rule, Rule) else None
-        return own_steps if isinstance(own_steps, WholeSteps) else None
+    def _state_dicts(self) -> StateDicts:
+        return StateDicts(self._state, self.optimizer, self._groups)
 
     def state_dict(self, format: str = "mpishard") -> dict[str, Any]:
         """The state of the optimizer, for ``torch.save`` on one rank; the module has its own ``state_dict``.
@@ -479,48 +473,11 @@ class ModuleOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._state.take_values()
-        state_dict = self._torch_state() if format == "torch" else self._own_state()
+        state_dict = self._state_dicts.make(format)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state_dict)
             state_dict = state_dict if changed is None else changed
         return state_dict
-
-    def _own_state(self) -> dict[str, Any]:
-        image = torch.frombuffer(bytearray(self.optimizer.serialize()), dtype=torch.uint8)
-        state_dict: dict[str, Any] = {"mpishard": image}
-        whole_steps = self._whole_steps
-        if whole_steps is not None:
-            state_dict["rest"] = copy.deepcopy(whole_steps.rest)
-        if masters := self._state.masters:
-            state_dict["masters"] = masters
-        return state_dict
-
-    def _converter(self) -> TorchStateConverter:
-        state = self._state
-        wholes = {} if state.stages is None else state.stages.wholes
-        wholes |= {} if state.cuts is None else state.cuts.wholes
-        return TorchStateConverter(self.optimizer.rule, self._groups, state.all_trained, wholes)
-
-    def _torch_state(self) -> dict[str, Any]:
-        if self._whole_steps is not None:
-            return self._whole_steps.to_torch()
-        converter = self._converter()
-        self.optimizer.state.consolidate()
-        return converter.to_torch(self.optimizer.state.gather())
-
-    def _load_torch_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from the state of an optimizer of PyTorch. Collective."""
-        world, whole_steps, parameters = self.optimizer.mesh.world, self._whole_steps, self.parameters
-        agree_on_settings(world, settings_of_state_dict(state_dict), what="state of the optimizer")
-        with raised_on_all(world):
-            if whole_steps is not None:
-                whole_steps.from_torch(state_dict)
-                counters = self.optimizer.state.counters
-                counters.steps, counters.skipped_steps = steps_of(state_dict), 0
-                return
-            converter = self._converter()
-            image = encode(converter.from_torch(state_dict, parameters.specs, parameters.dtype))
-        self.optimizer.deserialize(image)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, on this or another number of ranks; or what that of PyTorch returned.
@@ -547,32 +504,13 @@ class ModuleOptimizer(torch.optim.Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         self._state.take_values()
-        of_torch = {"state", "param_groups"} <= state_dict.keys()
         with opening(self.optimizer.mesh.world, "load_state_dict") as same:
-            same["format"] = "torch" if of_torch else "mpishard"
-            if not of_torch:
-                if "mpishard" not in state_dict:
-                    raise ValueError(
-                        f"this has {', '.join(map(repr, state_dict)) or 'nothing'}; give what state_dict() of the "
-                        "optimizer of as_distributed returned, which has 'mpishard', or that of an optimizer of PyTorch"
-                    )
-                _check_masters(state_dict.get("masters", {}), self._state.master_shapes)
-        if of_torch:
-            self._load_torch_state(state_dict)
-        else:
-            self._load_own_state(state_dict)
+            same["format"] = "torch" if is_of_torch(state_dict) else "mpishard"
+            self._state_dicts.check(state_dict)
+        self._state_dicts.load(state_dict)
         self._groups.show(self.optimizer.steps)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-
-    def _load_own_state(self, state_dict: Mapping[str, Any]) -> None:
-        whole_steps, rest = self._whole_steps, state_dict.get("rest")
-        self.optimizer.deserialize(state_dict["mpishard"].cpu().numpy().tobytes())
-        if whole_steps is not None:
-            with raised_on_all(self.optimizer.mesh.world):
-                whole_steps.check_rest(rest, self.optimizer.steps)
-            whole_steps.rest = copy.deepcopy(rest or {})
-        self._state.masters = state_dict.get("masters", {})
 
     def save_checkpoint(self, folder: str | Path, **options: Any) -> Path:
         """Write a checkpoint of parameters, buffers and optimizer state, which any number of ranks can load.
@@ -629,15 +567,3 @@ def _let_go(state: ModuleState, hook: Any) -> None:
     if hook is not None:
         hook.remove()
     state.release()
-
-
-def _check_masters(saved: Mapping[str, Any], here: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise if masters of a saved state have not the shapes of those of the module; a state may have none."""
-    there = {name: tuple(each.shape) for name, each in saved.items()}
-    if there and there != here:
-        name = next(name for name in [*there, *here] if there.get(name) != here.get(name))
-        raise ValueError(
-            f"the saved state is of another module: the master of {name!r} has the shape {there.get(name, 'of none')} "
-            f"there, and {here.get(name, 'of none')} here; load_checkpoint() of a save_checkpoint() reads parameters "
-            "of any dtype"
-        )

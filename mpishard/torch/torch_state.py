@@ -1,31 +1,125 @@
-"""The state of an optimizer as PyTorch's optimizers have it in their ``state_dict``, from that of mpishard and back."""
+"""The state of the optimizer of a module as a dictionary: as PyTorch's optimizers have it, or in a form of mpishard."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from mpishard.comm.agreement import text_of
-from mpishard.data_parallel.full_state import FullState
+from mpishard.comm.agreement import agree_on_settings, text_of
+from mpishard.comm.errors import raised_on_all
+from mpishard.data_parallel.full_state import FullState, encode
+from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.layout.tensors import ParameterSpec
 from mpishard.optim import Muon, Rule
 from mpishard.torch.buffers import as_fact
 from mpishard.torch.live_groups import LiveGroups, ParameterGroups, saved_values
 from mpishard.torch.memory import as_numbers, as_reals
+from mpishard.torch.module import ModuleState
+from mpishard.torch.own_steps import WholeSteps
 from mpishard.torch.torch_rule import TorchRule
 from mpishard.torch.torch_steps import STEP_KEY, pack, unpack
 
 
-class TorchStateConverter:
+@dataclass(frozen=True)
+class StateDicts:
+    """Makes and takes the dictionaries of `ModuleOptimizer`, in the form of mpishard or of an optimizer of PyTorch.
+
+    Collective over the mesh, but for `check`.
+    """
+
+    module: ModuleState
+    optimizer: ShardedOptimizer
+    groups: ParameterGroups
+
+    def make(self, format: str) -> dict[str, Any]:
+        """The state as a dictionary."""
+        whole_steps = self._whole_steps
+        if format == "torch":
+            if whole_steps is not None:
+                return whole_steps.to_torch()
+            converter = self._converter()
+            self.optimizer.state.consolidate()
+            return converter.to_torch(self.optimizer.state.gather())
+        image = torch.frombuffer(bytearray(self.optimizer.serialize()), dtype=torch.uint8)
+        state_dict: dict[str, Any] = {"mpishard": image}
+        if whole_steps is not None:
+            state_dict["rest"] = copy.deepcopy(whole_steps.rest)
+        if masters := self.module.masters:
+            state_dict["masters"] = masters
+        return state_dict
+
+    def check(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise ValueError unless this is a state, in the form of mpishard of one of this module."""
+        if is_of_torch(state_dict):
+            return
+        if "mpishard" not in state_dict:
+            raise ValueError(
+                f"this has {', '.join(map(repr, state_dict)) or 'nothing'}; give what state_dict() of the "
+                "optimizer of as_distributed returned, which has 'mpishard', or that of an optimizer of PyTorch"
+            )
+        there = {name: tuple(each.shape) for name, each in state_dict.get("masters", {}).items()}
+        here = self.module.master_shapes
+        if there and there != here:
+            name = next(name for name in [*there, *here] if there.get(name) != here.get(name))
+            raise ValueError(
+                f"the saved state is of another module: the master of {name!r} has the shape "
+                f"{there.get(name, 'of none')} there, and {here.get(name, 'of none')} here; load_checkpoint() of a "
+                "save_checkpoint() reads parameters of any dtype"
+            )
+
+    def load(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a state that has passed `check`."""
+        if is_of_torch(state_dict):
+            self._load_of_torch(state_dict)
+            return
+        whole_steps, rest = self._whole_steps, state_dict.get("rest")
+        self.optimizer.deserialize(state_dict["mpishard"].cpu().numpy().tobytes())
+        if whole_steps is not None:
+            with raised_on_all(self.optimizer.mesh.world):
+                whole_steps.check_rest(rest, self.optimizer.steps)
+            whole_steps.rest = copy.deepcopy(rest or {})
+        self.module.masters = state_dict.get("masters", {})
+
+    def _load_of_torch(self, state_dict: Mapping[str, Any]) -> None:
+        world, whole_steps, parameters = self.optimizer.mesh.world, self._whole_steps, self.module.parameters
+        agree_on_settings(world, _settings_of(state_dict), what="state of the optimizer")
+        with raised_on_all(world):
+            if whole_steps is not None:
+                whole_steps.from_torch(state_dict)
+                counters = self.optimizer.state.counters
+                counters.steps, counters.skipped_steps = _steps_of(state_dict), 0
+                return
+            converter = self._converter()
+            image = encode(converter.from_torch(state_dict, parameters.specs, parameters.dtype))
+        self.optimizer.deserialize(image)
+
+    @property
+    def _whole_steps(self) -> WholeSteps | None:
+        own_steps = self.optimizer.rule.own_steps if isinstance(self.optimizer.rule, Rule) else None
+        return own_steps if isinstance(own_steps, WholeSteps) else None
+
+    def _converter(self) -> _Converter:
+        stages, cuts = self.module.stages, self.module.cuts
+        wholes = {} if stages is None else stages.wholes
+        wholes |= {} if cuts is None else cuts.wholes
+        return _Converter(self.optimizer.rule, self.groups, self.module.all_trained, wholes)
+
+
+def is_of_torch(state_dict: Mapping[str, Any]) -> bool:
+    """Return True if a state is in the form of an optimizer of PyTorch."""
+    return {"state", "param_groups"} <= state_dict.keys()
+
+
+class _Converter:
     """Converts the full state of an optimizer for a module to a ``state_dict`` of PyTorch, and back.
 
     `groups` are those of its rule, and `tensors` the parameters by name; `wholes` stand for those that ranks have cut,
-    and have their whole shape. Raises ValueError if PyTorch has no such
-    optimizer.
+    and have their whole shape. Raises ValueError if PyTorch has no such optimizer.
     """
 
     def __init__(
@@ -144,13 +238,13 @@ class TorchStateConverter:
             slots[key][: flat.numel()] = flat.to(torch.float64).numpy()
 
 
-def steps_of(state_dict: Mapping[str, Any]) -> int:
+def _steps_of(state_dict: Mapping[str, Any]) -> int:
     """The most steps that a parameter has taken in a state of PyTorch; 1 where something is kept without a count."""
     states = [each for each in state_dict["state"].values() if each]
     return max((int(each.get(STEP_KEY, 1)) for each in states), default=0)
 
 
-def settings_of_state_dict(state_dict: Mapping[str, Any]) -> dict[str, str]:
+def _settings_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
     """What must be the same on all ranks of a state of PyTorch, as text by name."""
     items = [(f"state of parameter {number}", state_dict["state"][number]) for number in state_dict["state"]]
     items += [(f"param_groups[{number}]", group) for number, group in enumerate(state_dict["param_groups"])]
