@@ -61,7 +61,7 @@ class Arithmetic:
         before, self._products = self.own.get("shards"), choice.active()
         self.own |= {
             **arithmetic(),
-            **({} if parameters.carried is None else parameters.carried.arithmetic),
+            **parameters.carried.arithmetic,
             "arrays": arrays.module_of(parameters.like).__name__,
             "dtype": parameters.dtype.name,
             "shards": _shards(parameters),

@@ -386,12 +386,11 @@ class MinimizationState(OptimizerState):
 
     def publish(self, values: Array) -> None:
         """Make these elements of this rank the parameters, on all ranks."""
-        strategy, carried = self._strategy, self._strategy.parameters.carried
+        strategy = self._strategy
         for own, part in zip(strategy.values(), strategy.ownership.state_views(values), strict=True):
             own[...] = part
         strategy.publish_parameters()
-        if carried is not None:
-            carried.round_masters()
+        strategy.parameters.carried.round_masters()
 
     @property
     def agrees_in_update(self) -> bool:

@@ -204,9 +204,9 @@ class OptimizerState(ABC):
         return None if self._on_rank is None else self._on_rank.parameters
 
     @property
-    def _carried(self) -> CarriedState | None:
-        """State that comes with the parameters; None before there are any."""
-        return None if self._on_rank is None else self._on_rank.parameters.carried
+    def _carried(self) -> CarriedState:
+        """State that comes with the parameters; an empty one before there are any."""
+        return CarriedState() if self._on_rank is None else self._on_rank.parameters.carried
 
     def check_model(self, parameters: FlatParameters) -> None:
         """Raise ValueError unless the optimizer can train these parameters, of which no other reduces the gradients."""
@@ -324,8 +324,7 @@ class OptimizerState(ABC):
         }
         for each in self.auxiliary:
             facts |= each.facts
-        carried = self._carried
-        return facts if carried is None else {**facts, **carried.facts}
+        return {**facts, **self._carried.facts}
 
     @property
     def needs_consolidation(self) -> bool:
@@ -342,8 +341,7 @@ class OptimizerState(ABC):
         self.resync()
         for each in self.auxiliary:
             each.consolidate()
-        if self._carried is not None:
-            self._carried.consolidate(self._optimizer.config.mesh.data)
+        self._carried.consolidate(self._optimizer.config.mesh.data)
         compressed = self.strategy.compressed if self.is_bound else None
         if compressed is not None:
             with raised_on_all(self._optimizer.world):
@@ -379,8 +377,7 @@ class OptimizerState(ABC):
         self.settings.arithmetic.check(facts, self._optimizer.config)
         for each in self.auxiliary:
             each.check(facts)
-        if self._carried is not None:
-            self._carried.check(facts)
+        self._carried.check(facts)
 
     @abstractmethod
     def batches_in(self, facts: Mapping[str, Any]) -> int:
@@ -391,8 +388,7 @@ class OptimizerState(ABC):
         on_rank = self.on_rank
         for each in self.auxiliary:
             each.restore(facts)
-        if self._carried is not None:
-            self._carried.restore(facts)
+        self._carried.restore(facts)
         self.counters.restore(facts)
         self.settings.arithmetic.restore(facts)
         on_rank.resume(self.counters, float(facts.get("loss_scale", 1.0)))

@@ -127,7 +127,7 @@ class RankState:
         self._optimizer = optimizer
         config = optimizer.config
         self.strategy: Strategy = Strategy(optimizer.sharding.fitting(parameters), config, parameters)
-        self._broadcast_carried()
+        self.parameters.carried.broadcast(self.strategy.axis)
         self.inspection = GradientInspection(self.strategy, parameters, looks=config.nonfinite_gradients != "ignore")
         # The elements that the rule of each parameter group updates.
         self.rule_ranges = RuleRanges(self.strategy.ownership, parameters.specs)
@@ -162,13 +162,9 @@ class RankState:
     def broadcast(self) -> None:
         """Make all copies of parameters and slots equal.  Collective over the mesh."""
         self.strategy.copies.broadcast(self.parameters)
-        self._broadcast_carried()
+        self.parameters.carried.broadcast(self.strategy.axis)
         for slot in self.slots.values():
             self.strategy.resync(slot)
-
-    def _broadcast_carried(self) -> None:
-        if self.parameters.carried is not None:
-            self.parameters.carried.broadcast(self.strategy.axis)
 
     def resume(self, counters: Counters, loss_scale: float) -> None:
         """Prepare the next step after other parameters and state have replaced those of a step under way.

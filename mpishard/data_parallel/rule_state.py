@@ -97,7 +97,7 @@ class RuleState(OptimizerState):
 
     def update(self, count: float, *, loss: float, rate_factor: float, exchange_status: bool) -> bool:
         counters, on_rank = self.counters, self.on_rank
-        strategy, reducer, carried = on_rank.strategy, on_rank.strategy.reducer, on_rank.parameters.carried
+        strategy, reducer = on_rank.strategy, on_rank.strategy.reducer
         counters.learning_rate = rate_factor * self._rule.learning_rate(counters.steps + 1)
         reducer.finalize()
         divisor = float(count) * counters.scaling.value
@@ -106,8 +106,8 @@ class RuleState(OptimizerState):
             self._step(on_rank, divisor, rate_factor)
         else:
             counters.skipped_steps += 1
-        if carried is not None and not strategy.sharding.workers_differ:
-            carried.synchronize(strategy.axis)
+        if not strategy.sharding.workers_differ:
+            on_rank.parameters.carried.synchronize(strategy.axis)
         on_rank.prepare_step(counters)
         reducer.reset()
         if self._optimizer.config.mesh.debug and not strategy.sharding.workers_differ:

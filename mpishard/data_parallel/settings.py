@@ -239,7 +239,7 @@ def agree_on_step(
     model = -1 if parameters is None else parameters.fingerprint ^ parameters.model_fingerprint
     if settings is not None:
         model ^= settings.fingerprint
-    calls = {} if parameters is None or parameters.carried is None else parameters.carried.calls
+    calls = {} if parameters is None else parameters.carried.calls
     if calls:
         model ^= fingerprint(calls)
     # One that was refused may be no number.

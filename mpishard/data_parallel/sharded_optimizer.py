@@ -243,8 +243,7 @@ class ShardedOptimizer:
         state = self.state
         try:
             named = self._named(parameters, gradients)
-            if named.carried is not None:
-                named.carried.check_intact()
+            named.carried.check_intact()
             if gradients is not None:
                 check_gradients(named, gradients)
             if isinstance(parameters, FlatParameters):
@@ -404,21 +403,19 @@ class ShardedOptimizer:
         averages = self.state.moving_averages()
         self._level_workers()
         strategy, parameters = self.state.strategy, self.state.on_rank.parameters
-        held, carried = parameters.held, parameters.carried
+        held = parameters.held
         before = held.copy()
         try:
             for values, average in zip(strategy.values(), averages, strict=True):
                 values[...] = average
             strategy.publish_parameters()
-            if carried is not None:
-                carried.round_masters()
+            parameters.carried.round_masters()
             yield
         finally:  # without communication, so that the parameters come back after the death of a rank too
             held[...] = before
             if parameters.sharded is not None:
                 parameters.sharded.free_all()
-            if carried is not None:
-                carried.round_masters()
+            parameters.carried.round_masters()
 
     def begin_stage(self, *, keep_history: bool = False) -> None:
         """Let the next call of `optimize` minimise another function, from the last iterate of a method on.

@@ -136,8 +136,7 @@ def check_layout_dependence(parameters: FlatParameters, config: ShardingConfigur
     """Raise ValueError if the bits of a model depend on the layout, but the configuration promises that they do not."""
     if not config.reproducible:
         return
-    if parameters.carried is not None:
-        parameters.carried.check_reproducible(config.mesh.pipeline.size)
+    parameters.carried.check_reproducible(config.mesh.pipeline.size)
     if not config.allow_different_bits and parameters.layout_dependence:
         raise ValueError(
             f"reproducible=True gives the same bits on any layout, but this model has {parameters.layout_dependence}; "

@@ -35,14 +35,13 @@ class MeshLimits:
         if not self._is_model and sizes.ranks > sizes.data:
             return "a function of a flat array cannot be split over tensor or pipeline ranks"
         parameters = self._optimizer.parameters or (None if self._first is None else self._first())
-        carried = None if parameters is None else parameters.carried
         try:
             if self._architecture is not None:
                 self._architecture.check(sizes.tensor, sizes.pipeline)
-            if carried is not None:
-                carried.check_split(sizes.tensor, sizes.pipeline)
+            if parameters is not None:
+                parameters.carried.check_split(sizes.tensor, sizes.pipeline)
                 if self._reproducible:
-                    carried.check_reproducible(sizes.pipeline)
+                    parameters.carried.check_reproducible(sizes.pipeline)
         except ValueError as error:
             return str(error)
         if self._keeps_tensor and sizes.tensor != self._tensor:

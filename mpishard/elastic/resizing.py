@@ -214,8 +214,7 @@ class Resizing:
             with mesh.without_initial_values():
                 problem = build(mesh)
             training.rebuild(problem)
-            if parameters.carried is not None:
-                parameters.carried.release()
+            parameters.carried.release()
 
     def _reshard(self, source: RunState | None, empty: RunState | None) -> ResizeMetadata:
         """Move the committed state into the `empty` states of the new workers; returns its metadata.

@@ -197,7 +197,7 @@ class FlatParameters:
     model_settings : mapping of str to str
         By name what the model computes in addition to its tensors, such as its rate of dropout, and how.  The model
         sets it; ranks compare it when training begins and with each step.
-    carried : CarriedState or None
+    carried : CarriedState
         State of the model besides the parameters, such as the buffers of a PyTorch module.  The model sets it.
 
     Raises
@@ -309,7 +309,7 @@ class FlatParameters:
         self.layout_dependence: str = ""
         self.sums_by_mpi: bool = False
         self.model_settings: Mapping[str, str] = {}
-        self.carried: CarriedState | None = None
+        self.carried: CarriedState = CarriedState()
 
     def _bind(self, flat: Array | None, sharded: ShardedUnits | None) -> None:
         self._flat = flat

@@ -275,11 +275,10 @@ class AuditedRunner(StepRunner):
         if not self.of_model:
             self._gradients[...] = 0
         carried = self.parameters.carried
-        before = None if carried is None else dict(carried.facts)
+        before = dict(carried.facts)
         with self._another_follows:
             loss = self._forward_backward(self._micro[micro_batch])
-        if carried is not None and before is not None:  # running averages count a micro-batch once
-            carried.restore(before)
+        carried.restore(before)  # running averages count a micro-batch once
         found = _digest(np.array([loss]))
         for bucket in self.reducer.buckets:
             own = self.reducer.completed(bucket) if self.of_model else self._gradients[bucket.start : bucket.stop]
