@@ -3,9 +3,9 @@
 Input: the user's function, residuals or operator, a start, bounds, and perhaps a mesh.
 Output: a result with the fields of SciPy, the same on any number of ranks.
 
-Read ``minimization`` first, and ``loop``, then ``reverse_communication``, the minimisation in it, ``mesh_run``, the
-ranks of a mesh, ``run_files``, their checkpoints, and ``functions``, with ``trees``, what users give; ``result`` is
-what they get, and the options by SciPy's names; ``run_arguments`` are the ranks and files of a call;
+Read ``minimization`` first, and ``loop``, then ``reverse_communication``, the minimisation in it, ``one_process`` and
+``mesh_run``, its ranks, ``run_files``, their checkpoints, and ``functions``, with ``trees``, what users give;
+``result`` is what they get, and the options by SciPy's names; ``run_arguments`` are the ranks and files of a call;
 ``inverse_hessian`` is a part of the result; ``finite_differences`` are for functions without a gradient.  Beside it:
 ``sum_of_squares``, with ``least_squares_settings``, and ``residuals``, least squares, ``linear_problems``, linear ones,
 ``operators``, the matrices of both, whose rows are on ranks, ``iteration_files``, their checkpoints, and

@@ -19,7 +19,7 @@ from mpishard.inverse.unknowns import Unknowns
 if TYPE_CHECKING:
     from mpishard.comm.mesh import Mesh
     from mpishard.inverse.mesh_run import MeshRanks
-    from mpishard.inverse.reverse_communication import OneProcess
+    from mpishard.inverse.one_process import OneProcess
 
 Array = Any
 DIFFERENCES = {"2-point": 1 / 2, "3-point": 1 / 3, "cs": 1 / 2}  # powers of the rounding error for the step

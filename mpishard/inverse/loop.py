@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from mpishard.inverse.finite_differences import FiniteDifferences
 from mpishard.inverse.functions import Attempts, Callback, Functions, Watch, on_any
+from mpishard.inverse.one_process import OneProcess
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table
-from mpishard.inverse.reverse_communication import EvaluationRequest, OneProcess, ReverseCommunication
+from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
 from mpishard.inverse.run_arguments import RunArguments
 from mpishard.inverse.unknowns import Unknowns, copy_of_point
 
