@@ -5,6 +5,6 @@ Output: results in arrays that the caller owns, with the same bits in any layout
 function a formula and dtype.
 
 Read ``array`` first, the interface that all rooms use, with ``kinds``, its two implementations; then ``elementwise``,
-``jit_function`` and ``numba_cache``: how a formula becomes a kernel; ``exact`` with ``exact_rows``, ``exact_gram`` and
-``sparse_rows``: sums without rounding; the rest by name.
+``jit_function`` and ``numba_cache``: how a formula becomes a kernel; ``exact_norms``, and ``exact`` with
+``exact_rows``, ``exact_gram`` and ``sparse_rows``: sums without rounding; the rest by name.
 """

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from mpishard.backend import array, exact, exact_gram, exact_rows, numba_cache, sparse_rows
+from mpishard.backend import array, exact, exact_gram, exact_norms, exact_rows, numba_cache, sparse_rows
 from mpishard.backend.array import Kernel
 from mpishard.backend.dual_sweeps import DualField, dual_sweeps
 from mpishard.backend.grid_sweeps import chebyshev_sweep
@@ -94,7 +94,7 @@ def _compile_formulas(dtype: np.dtype) -> None:
 
 def _compile_sums(dtype: np.dtype) -> None:
     own, received, out = np.ones(1, dtype), np.ones(1, dtype), np.empty(1, dtype)
-    exact.expect_norms(out, squares=True)
+    exact_norms.expect_norms(out, squares=True)
     exact.expect_dots(out)
     exact_rows.expect(out)
     exact_rows.expect_changes(out)

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.backend import exact
-from mpishard.backend.exact import LargestValues
+from mpishard.backend import exact_norms
 from mpishard.backend.ranges import Range, Ranges
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.ledger import users_level
@@ -48,7 +47,7 @@ class LargestGradients:
         # By bucket what `look` has put off.
         self._later: dict[int, tuple[Bucket, Array]] = {}
         # On a device: the values of all pieces, then of all spans, and the buckets that were looked at.
-        self._values: LargestValues | None = None
+        self._values: exact_norms.LargestValues | None = None
         self._looked: dict[int, Bucket] = {}
         self._of_bucket: dict[int, Ranges] = {}
 
@@ -66,9 +65,9 @@ class LargestGradients:
                 ranges = self._of_bucket[bucket.index] = Ranges(self._parts(bucket))
             self._on_device(gradient).take([gradient], ranges, bucket.first)
             self._looked[bucket.index] = bucket
-        elif not self._nonfinite and not math.isfinite(exact.largest(gradient)):
+        elif not self._nonfinite and not math.isfinite(exact_norms.largest(gradient)):
             for piece, (_, start, stop, _) in zip(self._tensors(bucket), self._parts(bucket), strict=True):
-                if not math.isfinite(exact.largest(gradient[start:stop])):
+                if not math.isfinite(exact_norms.largest(gradient[start:stop])):
                     self._nonfinite = piece.name
                     return
 
@@ -81,7 +80,7 @@ class LargestGradients:
 
     def _find_in_spans(self, gradients: Sequence[Array]) -> list[float]:
         if not gradients or not arrays.runs_cuda(gradients[0]):
-            return exact.largest_of(gradients, self._spans)
+            return exact_norms.largest_of(gradients, self._spans)
         values = self._on_device(gradients[0])
         values.take(gradients, self._spans, len(self._pieces))
         found = values.values()
@@ -106,9 +105,9 @@ class LargestGradients:
         if self._values is not None:
             self._values.clear()
 
-    def _on_device(self, like: Array) -> LargestValues:
+    def _on_device(self, like: Array) -> exact_norms.LargestValues:
         if self._values is None:
-            self._values = LargestValues(len(self._pieces) + len(self._spans), like.dtype, like)
+            self._values = exact_norms.LargestValues(len(self._pieces) + len(self._spans), like.dtype, like)
         return self._values
 
     def _read(self, found: np.ndarray) -> None:
@@ -182,7 +181,7 @@ class GradientInspection:
         """
         if not self._looks_ahead or self._first_steps or arrays.is_device(gradients):
             return math.inf
-        top = exact.largest(gradients)
+        top = exact_norms.largest(gradients)
         return top if math.isfinite(top) else math.inf
 
     def note_largest(self, largest: float) -> None:
@@ -239,11 +238,11 @@ class GradientInspection:
     def norm_of(self, top: float) -> float:
         """The 2-norm of the summed gradients, whose largest value over the ranks is `top` and finite. Collective."""
         gradients, squares = self._strategy.gradients(), np.zeros(2)
-        for part in exact.sums_of_squares(gradients, self._spans, [top], [self._elements]):
+        for part in exact_norms.sums_of_squares(gradients, self._spans, [top], [self._elements]):
             squares += part
         if not self._each_looks_at_all:
             self._sync_group.all_reduce(squares, label="control")
-        return exact.norm(squares, top)
+        return exact_norms.norm(squares, top)
 
     def culprits(self, step: int, what: str = "gradient", tensor: str | None = None) -> str:
         """A message that names the tensors and samples that were not finite, and their ranks.  Collective.

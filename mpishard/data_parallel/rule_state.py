@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpishard.backend import exact
+from mpishard.backend import exact_norms
 from mpishard.data_parallel.auxiliary_state import AuxiliaryState
 from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.rank_state import EMA, RankState, slot_names_of_rule, slots_of_rule
@@ -72,7 +72,7 @@ class RuleState(OptimizerState):
             moving_average.expect(like)
         if config.max_gradient_value is not None:
             clip_by_value.expect(like)
-        exact.expect_norms(like, config.max_gradient_norm is not None or rule.norm_based or rule.whole_tensors)
+        exact_norms.expect_norms(like, config.max_gradient_norm is not None or rule.norm_based or rule.whole_tensors)
         return slots_of_rule(rule, size, parameters.dtype, like=like)
 
     def check_fits(self, parameters: FlatParameters) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.backend import exact
+from mpishard.backend import exact_norms
 from mpishard.backend.array import Kernel
 from mpishard.backend.ranges import Ranges
 from mpishard.comm.axis import Axis, ModelParallelGroup
@@ -173,16 +173,16 @@ def norms(
     """
     tops = np.zeros((len(vectors), len(specs)))
     for top, (parts, rows) in zip(tops, vectors, strict=True):
-        for part, largest in zip(parts.all, exact.largest_of(rows, parts), strict=True):
+        for part, largest in zip(parts.all, exact_norms.largest_of(rows, parts), strict=True):
             top[part.choice] = max(top[part.choice], largest)
     sync_group.all_reduce(tops.reshape(-1), op="max", label="norms")
     sums = np.zeros((len(vectors), len(specs), 2))
     for total, top, (parts, rows) in zip(sums, tops, vectors, strict=True):
-        found = exact.sums_of_squares(rows, parts, top.tolist(), [spec.size for spec in specs])
+        found = exact_norms.sums_of_squares(rows, parts, top.tolist(), [spec.size for spec in specs])
         for part, squares in zip(parts.all, found, strict=True):
             total[part.choice] += squares
     sync_group.all_reduce(sums.reshape(-1), label="norms")
     return [
-        [exact.norm(pair, float(top)) for pair, top in zip(total, row, strict=True)]
+        [exact_norms.norm(pair, float(top)) for pair, top in zip(total, row, strict=True)]
         for total, row in zip(sums, tops, strict=True)
     ]

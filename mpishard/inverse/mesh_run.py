@@ -13,7 +13,7 @@ import xxhash
 
 from mpishard.arguments import shown
 from mpishard.backend import array as arrays
-from mpishard.backend.exact import largest
+from mpishard.backend.exact_norms import largest
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh

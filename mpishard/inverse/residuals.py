@@ -16,8 +16,8 @@ import xxhash
 
 from mpishard.arguments import shown
 from mpishard.backend import exact, exact_gram
-from mpishard.backend.exact import largest
 from mpishard.backend.exact_gram import ExactGram
+from mpishard.backend.exact_norms import largest
 from mpishard.backend.sparse_rows import SparseRows
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.inverse.finite_differences import DIFFERENCES, Sparsity, moves_of, slope_of, steps_of

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.backend import exact
+from mpishard.backend import exact, exact_norms
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.layout.boxes import Box, box_shape, box_size, inside, intersect
@@ -177,7 +177,7 @@ def exchange_halo(partition: Partition, box: Array, cells: int) -> tuple[Array, 
 def sum_of_cells(axis: Axis | OneRank, values: Array) -> float:
     """The sum of the cells of all ranks, the same bits on any distribution of them.  Collective over the axis."""
     flat = values.reshape(-1)
-    largest = exact.largest(flat)
+    largest = exact_norms.largest(flat)
     # A maximum over ranks may lose a NaN, but not infinity; the sum is NaN for both.
     largest = largest if np.isfinite(largest) else np.inf
     (top,) = axis.all_reduce(np.array([largest]), op="max", label="control").tolist()

@@ -19,7 +19,7 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.backend import exact
-from mpishard.backend.exact import largest
+from mpishard.backend.exact_norms import largest
 from mpishard.backend.exact_rows import sorted_words
 from mpishard.minimizers import small
 from mpishard.minimizers.space import Space

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.backend import exact, exact_rows
+from mpishard.backend import exact, exact_norms, exact_rows
 from mpishard.backend.random import normal_at
 
 Array = Any
@@ -34,7 +34,7 @@ class Space(ABC):
         self.like = like  # an empty array of the dtype and device of the vectors
         # (start, stop) of this rank's elements that count in sums, ascending; no other rank counts them.
         self.spans: tuple[tuple[int, int], ...] = tuple((start, stop) for start, stop in spans if start < stop)
-        exact.expect_norms(like, squares=False)
+        exact_norms.expect_norms(like, squares=False)
         exact.expect_dots(like)
         exact_rows.expect(like)
 
@@ -151,7 +151,7 @@ class Space(ABC):
         return [int(number) for number in sums]
 
     def _largest(self, vector: Array) -> float:
-        tops = [exact.largest(vector[start:stop]) for start, stop in self.spans]
+        tops = [exact_norms.largest(vector[start:stop]) for start, stop in self.spans]
         return max((top if math.isfinite(top) else math.inf for top in tops), default=0.0)
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from mpishard.arguments import integer, number, shown
 from mpishard.backend import process
 from mpishard.backend.array import empty
-from mpishard.backend.exact import norm_of
+from mpishard.backend.exact_norms import norm_of
 from mpishard.optim import formulas
 from mpishard.optim.rule import LearningRate, ParameterGroup, Rule
 from mpishard.optim.rules import AdamW

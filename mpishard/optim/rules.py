@@ -11,7 +11,7 @@ from math import sqrt
 from typing import Any, ClassVar
 
 from mpishard.backend.array import Kernel, empty
-from mpishard.backend.exact import norm_of
+from mpishard.backend.exact_norms import norm_of
 from mpishard.optim import formulas
 from mpishard.optim.rule import LearningRate, Rule
 

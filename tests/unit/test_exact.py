@@ -15,20 +15,15 @@ from standin import empty as empty_on_device
 from waits import counted_waits
 
 from mpishard.backend import array as arrays
-from mpishard.backend.exact import (
+from mpishard.backend.exact import approximate_values, combine, dot_words, normalized, row_dot_words, values
+from mpishard.backend.exact_norms import (
     LargestValues,
-    approximate_values,
-    combine,
-    dot_words,
     largest,
     largest_of,
     norm,
     norm_of,
-    normalized,
-    row_dot_words,
     sum_of_squares,
     sums_of_squares,
-    values,
 )
 from mpishard.backend.exact_rows import Factor, changed_words, sorted_words, words_with
 from mpishard.backend.ranges import Range, Ranges

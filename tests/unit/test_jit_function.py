@@ -84,22 +84,22 @@ def scaled(x):
 MODEL = """
 import numpy as np
 from mpishard import AdamW, nn
-from mpishard.backend import exact, numba_cache
+from mpishard.backend import exact_norms, numba_cache
 from mpishard.nn import kernels
 from mpishard.nn.kernel_groups import arguments_of
 
 rule, flat = AdamW(), np.ones(4, np.float32)
 rule.kernel.expect(flat)
-exact.expect_norms(flat, squares=True)
+exact_norms.expect_norms(flat, squares=True)
 model = nn.GPT(vocabulary_size=9, context_length=8, width=8, layers=1, heads=2)
 model.loss_and_gradient(np.ones((2, 8), int), np.ones((2, 8), int))
 for kernel, annotations in kernels.GROUP.kernels:
     arrays, scalars = arguments_of(annotations, np.dtype("float32"))
     expected = numba_cache.types_of((*arrays, *scalars))
     print(list(kernel.dispatcher().overloads) == [expected] or kernel.dispatcher())
-others = [rule.kernel._host, exact._largest_bits, exact._binned_squares]
+others = [rule.kernel._host, exact_norms._largest_bits, exact_norms._binned_squares]
 before = [list(function.dispatcher().overloads) for function in others]
-exact.norm_of(flat)
+exact_norms.norm_of(flat)
 rule.update(flat, flat.copy(), [flat.copy(), flat.copy()], 1)
 print(before == [list(function.dispatcher().overloads) for function in others], [len(types) for types in before])
 """

@@ -19,7 +19,7 @@ import mpishard
 from mpishard import ParameterSpec
 from mpishard.backend import array as arrays
 from mpishard.backend.array import aligned_copy, joined
-from mpishard.backend.exact import norm_of
+from mpishard.backend.exact_norms import norm_of
 from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, Muon, ParameterGroup, RMSprop, Rule
 from mpishard.optim.lr_schedules import cosine
 from mpishard.parameters.flat import FlatParameters

@@ -1,6 +1,6 @@
-// Largest absolute values, pre-rounded sums of squares, and the words of dot products, see exact.py.  Nothing here
-// depends on an order: maxima never do, and the additions are exact.  A block of the first two has one chunk of one
-// range; the table of ranges is that of ranges.py.
+// Largest absolute values, pre-rounded sums of squares, and the words of dot products, see exact_norms.py and exact.py.
+// Nothing here depends on an order: maxima never do, and the additions are exact.  A block of the first two has one
+// chunk of one range; the table of ranges is that of ranges.py.
 
 #define MOST_WARPS 32
 
