@@ -21,7 +21,7 @@ from mpishard.data_parallel.rank_state import OUTER, check_numbers
 from mpishard.io import hdf5
 from mpishard.io.hdf5 import USER_BLOCK, FileImage
 from mpishard.layout.run_state import brief, link_name
-from mpishard.layout.tensors import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec, tensors_of
 
 _IMAGE = FileImage(b"mpishard optimizer state\0", 1, "optimizer state")
 _MOST_DIMENSIONS = 32  # of HDF5
@@ -111,10 +111,8 @@ def encode(state: FullState) -> bytes:
 
 
 def _write(group: h5py.Group, flat: np.ndarray, specs: Sequence[ParameterSpec]) -> None:
-    start = 0
-    for spec in specs:
-        group.create_dataset(link_name(spec.name), data=flat[start : start + spec.size].reshape(spec.shape))
-        start += spec.size
+    for name, values in tensors_of(flat, specs).items():
+        group.create_dataset(link_name(name), data=values)
 
 
 def decode(data: bytes) -> FullState:
@@ -190,11 +188,9 @@ def _children(h5: h5py.File, name: str) -> dict[str, h5py.Group]:
 
 def _flat(group: h5py.Group, specs: Sequence[ParameterSpec], dtype: np.dtype) -> np.ndarray:
     flat = np.empty(sum(spec.size for spec in specs), dtype)
-    start = 0
-    for spec in specs:
-        stored = hdf5.open_plain(group, link_name(spec.name))
-        if stored.shape != spec.shape or stored.dtype != dtype:
-            raise ValueError(f"{spec.name} is {stored.dtype} {stored.shape} there, and not {dtype} {spec.shape}")
-        flat[start : start + spec.size] = stored[()].reshape(-1)
-        start += spec.size
+    for name, values in tensors_of(flat, specs).items():
+        stored = hdf5.open_plain(group, link_name(name))
+        if stored.shape != values.shape or stored.dtype != dtype:
+            raise ValueError(f"{name} is {stored.dtype} {stored.shape} there, and not {dtype} {values.shape}")
+        values[...] = stored[()]
     return flat

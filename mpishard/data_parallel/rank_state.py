@@ -33,7 +33,7 @@ from mpishard.layout.run_state import (
     pieces_of_ranges,
     whole_fact,
 )
-from mpishard.layout.tensors import LocalLayout, ParameterSpec, Piece, cut_holding
+from mpishard.layout.tensors import LocalLayout, Piece, cut_holding, tensors_of
 from mpishard.optim import Muon, Rule
 from mpishard.optim.loss_scale import LossScale
 from mpishard.parameters.flat import FlatParameters
@@ -190,8 +190,7 @@ class RankState:
             values = Shard(PARAMETERS, parameters.flat, parameters.holding, _counted(parameters, counted, starts))
         found = [values, *self.slot_shards(self.slots, SLOT)]
         if strategy.compressed is not None:
-            ranges = strategy.error_ranges
-            left = pieces_of_ranges(parameters.holding, ranges, _starts(ranges))
+            left = cut_holding(parameters.holding, strategy.error_ranges)
             primary = counted_pieces(left, parameters.specs, parameters.place)
             found.append(Shard(strategy.sharding.errors_kind, strategy.compressed.owned, left, primary, required=False))
         return tuple(found)
@@ -204,7 +203,8 @@ class RankState:
     def _slot_layouts(self) -> tuple[LocalLayout, LocalLayout]:
         """This rank's part of an array with the ranges that it owns end to end, and its primary copies in it."""
         parameters, ownership = self.parameters, self.strategy.ownership
-        pairs = zip(ownership.own, ownership.counted, _starts(ownership.own), strict=True)
+        offsets = accumulate((stop - start for start, stop in ownership.own), initial=0)
+        pairs = zip(ownership.own, ownership.counted, offsets, strict=False)
         starts = [offset + first - start for (start, _), (first, _), offset in pairs]
         return cut_holding(parameters.holding, ownership.own), _counted(parameters, ownership.counted, starts)
 
@@ -253,23 +253,15 @@ def parameters_alone(parameters: FlatParameters, axis: Axis) -> RunState:
     They are divided evenly among the ranks of the data axis.
     """
     if parameters.sharded is not None:
-        own = parameters.sharded.own
-        layout = cut_holding(parameters.holding, own)
-        shard = Shard(PARAMETERS, parameters.sharded.shard, layout, _counted(parameters, own, _starts(own)))
+        layout = cut_holding(parameters.holding, parameters.sharded.own)
+        counted = counted_pieces(layout, parameters.specs, parameters.place)
+        shard = Shard(PARAMETERS, parameters.sharded.shard, layout, counted)
     else:
         cuts = split(parameters.size, axis.size)
         start, stop = cuts[axis.rank], cuts[axis.rank + 1]
         counted = _counted(parameters, [(start, stop)], [start])
         shard = Shard(PARAMETERS, parameters.flat, parameters.holding, counted)
     return RunState(parameters.specs, (shard,))
-
-
-# The layout of ranges that lie end to end.
-
-
-def _starts(ranges: Sequence[Range]) -> list[int]:
-    """The start of each range when the ranges lie end to end."""
-    return [0, *accumulate(stop - start for start, stop in ranges)][:-1]
 
 
 def _counted(parameters: FlatParameters, ranges: Sequence[Range], starts: Sequence[int]) -> LocalLayout:
@@ -297,7 +289,7 @@ def gather_full(world: Axis, parameters: FlatParameters, ranges: Sequence[Range]
     counts = [sum(box_size(box) for _, box in boxes) for boxes in layouts]
     joined = world.all_gather(np.empty(sum(counts), values.dtype), own, counts, label="state")
     full = np.empty(sum(spec.size for spec in specs), values.dtype)
-    tensors = _tensors(full, specs)
+    tensors = list(tensors_of(full, specs).values())
     offset = 0
     for boxes in layouts:
         for tensor, box in boxes:
@@ -317,14 +309,9 @@ def gather_slot(strategy: Strategy, slot: Array, world: Axis) -> np.ndarray:
 
 def cut_full(full: np.ndarray, parameters: FlatParameters, ranges: Sequence[Range]) -> np.ndarray:
     """The values of `ranges` of this rank's flat order, end to end, from a flat array of the full tensors."""
-    tensors = dict(zip((spec.name for spec in parameters.specs), _tensors(full, parameters.specs), strict=True))
+    tensors = tensors_of(full, parameters.specs)
     pieces = cut_holding(parameters.holding, ranges)
     return np.concatenate([full[:0], *(tensors[piece.name][_slices(piece.box)].reshape(-1) for piece in pieces)])
-
-
-def _tensors(full: np.ndarray, specs: Sequence[ParameterSpec]) -> list[np.ndarray]:
-    starts = accumulate((spec.size for spec in specs), initial=0)
-    return [full[start : start + spec.size].reshape(spec.shape) for spec, start in zip(specs, starts, strict=False)]
 
 
 def _slices(box: Box) -> tuple[Any, ...]:

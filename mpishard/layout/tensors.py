@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from mpishard.arguments import entries, flag, integer, shown
 from mpishard.layout.boxes import Box, box_shape, box_size, boxes_of_range, check_cover, nested_split, whole_box
@@ -301,3 +302,10 @@ def cut_holding(holding: LocalLayout, ranges: Iterable[tuple[int, int]]) -> Loca
                 pieces.append(Piece(whole.name, tuple((a + c, b + c) for (a, b), (c, _) in within), offset))
                 offset += pieces[-1].size
     return tuple(pieces)
+
+
+def tensors_of(flat: Any, specs: Sequence[ParameterSpec]) -> dict[str, Any]:
+    """Views of whole tensors by name; they lie end to end in a flat array, in the order of their specs."""
+    starts = itertools.accumulate((spec.size for spec in specs), initial=0)
+    pairs = zip(specs, starts, strict=False)
+    return {spec.name: flat[start : start + spec.size].reshape(spec.shape) for spec, start in pairs}

@@ -14,7 +14,7 @@ from mpishard.comm.agreement import agree_on_settings, text_of
 from mpishard.comm.errors import raised_on_all
 from mpishard.data_parallel.full_state import FullState, encode
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.layout.tensors import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec, tensors_of
 from mpishard.optim import Muon, Rule
 from mpishard.torch.buffers import as_fact
 from mpishard.torch.live_groups import LiveGroups, ParameterGroups, saved_values
@@ -143,14 +143,12 @@ class _Converter:
 
     def to_torch(self, full: FullState) -> dict[str, Any]:
         """What ``state_dict`` of the optimizer of PyTorch would return after these steps."""
-        starts = _starts(full.specs)
+        tensors = [tensors_of(full.slots[slot], full.specs) for slot in self._rule.slots if full.steps]
         state: dict[int, dict[str, Any]] = {}
         for number, name in enumerate(self._names):
             if name is None or not full.steps:
                 continue
-            p, start = self._tensors[name], starts[name]
-            size = p.numel() * (2 if p.is_complex() else 1)
-            parts = [torch.from_numpy(full.slots[slot][start : start + size].copy()) for slot in self._rule.slots]
+            parts = [torch.from_numpy(each[name].flatten()) for each in tensors]
             state[number] = self._state_of(name, parts, full.steps)
         numbers = iter(range(len(self._names)))
         groups = [
@@ -187,8 +185,9 @@ class _Converter:
         count = steps.pop() if steps else int(any(states.values()))
         size = sum(spec.size for spec in specs)
         slots = {name: np.zeros(size, dtype) for name in self._rule.slots}
-        for name, start in _starts(specs).items():
-            self._fill(name, states[name], {slot: flat[start:] for slot, flat in slots.items()})
+        tensors = {slot: tensors_of(flat, specs) for slot, flat in slots.items()}
+        for name in (spec.name for spec in specs):
+            self._fill(name, states[name], {slot: each[name].reshape(-1) for slot, each in tensors.items()})
         return FullState(
             rule=type(self._rule).__name__,
             configuration={**self._rule.configuration(), "live": list(map(saved_values, groups))},
@@ -253,12 +252,3 @@ def _settings_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
         for what, each in items
         for key, value in each.items()
     }
-
-
-def _starts(specs: Sequence[ParameterSpec]) -> dict[str, int]:
-    """By tensor where it begins in a flat array over all."""
-    starts, start = {}, 0
-    for spec in specs:
-        starts[spec.name] = start
-        start += spec.size
-    return starts
