@@ -25,6 +25,7 @@ from mpishard.backend.gemm.choice import VARIABLE, Choice
 from mpishard.backend.gemm.libraries import TAKES, Offer
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.capabilities import heals_in_place
+from mpishard.comm.errors import on_any
 from mpishard.launch.job_notes import raised_by_all
 
 _MOST_NAMED = 4
@@ -213,8 +214,7 @@ class DeferredError:
         A rank that has failed raises its own error, the others one that names the first such rank and its error, or
         SystemExit if that rank has called ``sys.exit``: all ranks end with its code.
         """
-        failed = np.array([self.error is not None], np.int64)
-        if self._world.all_reduce(failed, op="max", label="control")[0]:
+        if on_any(self._world, self.error is not None):
             self.raise_over(self.on_failure())
 
     def raise_over(self, axis: Axis) -> None:
@@ -241,8 +241,7 @@ def left_together(axis: Axis) -> Iterator[None]:
     def meet(leaves: bool = False) -> None:
         nonlocal other_has_left
         if not other_has_left:
-            left = axis.all_reduce(np.array([leaves], np.int64), op="max", label="control")
-            other_has_left = bool(left[0]) and not leaves
+            other_has_left = on_any(axis, leaves) and not leaves
         if other_has_left:
             raise OtherHasLeft(f"another rank of axis {axis.name!r} has failed")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import numpy as np
 from mpi4py import MPI
 
 from mpishard.arguments import entries, integer, shown
@@ -13,7 +12,7 @@ from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.channel import NOTHING, Family
 from mpishard.comm.communicator import Communicator
-from mpishard.comm.errors import ErrorForOthers, raised_on_all
+from mpishard.comm.errors import ErrorForOthers, on_any, raised_on_all
 from mpishard.comm.ledger import Ledger
 from mpishard.io import log
 from mpishard.launch.job_notes import raised_by_all
@@ -348,8 +347,7 @@ class Axis(Communicator):
             problem = TypeError(f"raise_if_any takes an exception or None, got {shown(given)}")
         if self._channel.is_self and problem is not None:
             raise problem  # code without a mesh may run where nobody has started MPI
-        bad = np.array([problem is not None], np.int64)
-        if self.all_reduce(bad, op="max", label="control")[0]:
+        if on_any(self, problem is not None):
             self.raise_together(problem)
 
     def raise_together(self, problem: BaseException | None) -> None:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+
 from mpishard.launch.exit_codes import code_of_exit
 from mpishard.launch.job_notes import ECHO
 from mpishard.launch.script import in_users_code
@@ -80,6 +82,11 @@ class OneRank:
 
     def allgather_object(self, value: Any) -> list[Any]:
         return [value]
+
+
+def on_any(ranks: Any, flag: bool, label: str = "control") -> bool:
+    """Return True if the flag is set on any of the ranks.  Collective over them."""
+    return bool(ranks.all_reduce(np.array([flag], np.int64), op="max", label=label)[0])
 
 
 class ErrorForOthers(NamedTuple):

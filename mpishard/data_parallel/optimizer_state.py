@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from mpishard.comm.agreement import opening, text_of
 from mpishard.comm.axis import Axis, ModelParallelGroup
-from mpishard.comm.errors import CaughtError, raised_on_all
+from mpishard.comm.errors import CaughtError, on_any, raised_on_all
 from mpishard.data_parallel.auxiliary_state import AuxiliaryState
 from mpishard.data_parallel.configuration import SHARDING
 from mpishard.data_parallel.rank_state import Counters, RankState, check_numbers
@@ -457,18 +455,14 @@ class OptimizerState(ABC):
         assert full is not None
         self.restore_settings(full.facts)
         self.counters.steps, self.counters.skipped_steps = full.steps, full.skipped_steps
-        if not self._has_gradients():  # else these have the loss scale that there is
+        has_gradients = self._on_rank is not None and self._on_rank.parameters.gradients.has_content
+        if not on_any(self._optimizer.world, has_gradients):  # else these have the loss scale that there is
             self.counters.scaling.restore(full.loss_scale)
         if self._on_rank is None:
             self._deserialized = full
         else:
             self._fill(self._on_rank, full)
             self._on_rank.prepare_step(self.counters)
-
-    def _has_gradients(self) -> bool:
-        """Whether any rank has gradients of a backward pass that no step has used. Collective over the mesh."""
-        own = self._on_rank is not None and self._on_rank.parameters.gradients.has_content
-        return bool(self._optimizer.world.all_reduce(np.array([own], np.int64), op="max", label="control")[0])
 
     def _fill(self, on_rank: RankState, full: FullState) -> None:
         on_rank.fill(on_rank.slots, full.slots)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.comm.errors import raised_on_all
+from mpishard.comm.errors import on_any, raised_on_all
 from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
@@ -221,10 +221,10 @@ def warn_if_initial_parameters_differ(mesh: Mesh, parameters: FlatParameters) ->
         return
     own = parameters.digest()
     most, least = mesh.data.all_reduce(np.array([own, -own], np.int64), op="max", label="control").tolist()
-    differ = np.array([most != -least], np.int64)
+    differ: bool = most != -least
     if mesh.data.size < mesh.size:  # each stage and slice has its own data axis
-        mesh.world.all_reduce(differ, op="max", label="control")
-    if differ[0]:
+        differ = on_any(mesh.world, differ)
+    if differ:
         with raised_on_all(mesh.world):
             if mesh.rank == 0:
                 warnings.warn(

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 from mpi4py import MPI
 
 from mpishard.comm.agreement import agree_on_gemm_libraries, agree_on_settings
+from mpishard.comm.errors import on_any
 from mpishard.comm.reshard import reshard_state
 from mpishard.elastic.membership import Order
 from mpishard.elastic.mesh_choice import MeshSizes
@@ -208,8 +208,7 @@ class Resizing:
         """Make the model for the mesh, unless those of all workers fit it already.  Collective over the workers."""
         training, build = self._run.training, self._run.options.build
         mesh, parameters = training.optimizer.mesh, training.runner.parameters
-        differs = np.array([parameters.place != mesh.place], np.int64)
-        if mesh.world.all_reduce(differs, op="max", label="control")[0]:
+        if on_any(mesh.world, parameters.place != mesh.place):
             assert build is not None
             with mesh.without_initial_values():
                 problem = build(mesh)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.comm.errors import OneRank
-from mpishard.inverse.functions import Attempts, Functions, on_any, sum_of_values
+from mpishard.comm.errors import OneRank, on_any
+from mpishard.inverse.functions import Attempts, Functions, sum_of_values
 from mpishard.inverse.unknowns import Unknowns
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import numpy as np
 from mpishard.arguments import returned, shown
 from mpishard.backend import array as arrays
 from mpishard.backend.sparse_rows import product_with
-from mpishard.comm.errors import OneRank, known_to_all, raised_on_all
+from mpishard.comm.errors import OneRank, known_to_all, on_any, raised_on_all
 from mpishard.inverse.result import OptimizeResult
 from mpishard.inverse.trees import is_tree, tree_of
 from mpishard.inverse.unknowns import Unknowns, copy_of_point, has_names
@@ -320,11 +320,6 @@ def opening(mesh: Any, call: str) -> AbstractContextManager[dict[str, Any]]:
     from mpishard.comm import agreement  # with MPI
 
     return agreement.opening(world, call)
-
-
-def on_any(world: Axis | OneRank, flag: bool) -> bool:
-    """Return True if the flag is set on any rank. Collective."""
-    return bool(world.all_reduce(np.array([flag], np.int64), op="max", label="control")[0])
 
 
 class Attempt(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import integer, shown
+from mpishard.comm.errors import on_any
 from mpishard.inverse.nonsmooth import PenaltyOfArrays, ProximalTerm, TermOfArray
 from mpishard.inverse.stencils import sum_of_cells
 from mpishard.inverse.unknowns import FieldOfTerm, Unknowns
@@ -222,9 +223,7 @@ class _Groups(TermOfArray):
         shrink = self._weights / alpha
         norms = self._norms(v)
         u = v * (np.maximum(norms - shrink, 0.0) / np.where(norms > 0, norms, 1.0))[group]
-        is_cut = np.array([((u < low) | (u > high)).any()], np.int64)
-        self._ranks.all_reduce(is_cut, op="max", label="groups")
-        if is_cut[0]:
+        if on_any(self._ranks, bool(((u < low) | (u > high)).any()), "groups"):
             u = self._between(u, v, shrink, low, high)
         found[here] = np.minimum(np.maximum(self._reference[here] + u, lower[here]), upper[here])
         return found
@@ -248,9 +247,7 @@ class _Groups(TermOfArray):
         u, lack = at(above)
         for k in range(_ROUNDS):  # false position, which is halved where one end stays, and each third time bisection
             is_open = ~zero & (lack < 0) & (excess > 0) & (above - part > _CONVERGED * above)
-            go_on = np.array([is_open.any()], np.int64)
-            self._ranks.all_reduce(go_on, op="max", label="groups")
-            if not go_on[0]:
+            if not on_any(self._ranks, bool(is_open.any()), "groups"):
                 break
             share = 0.5 if k % 3 == 2 else excess / np.where(is_open, excess - lack, 1.0)
             middle = np.where(is_open, part + share * (above - part), above)

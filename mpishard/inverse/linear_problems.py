@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpishard.arguments import flag, integer, number, shown
-from mpishard.comm.errors import OneRank
-from mpishard.inverse.functions import Callback, Watch, on_any, opening, world_of
+from mpishard.comm.errors import OneRank, on_any
+from mpishard.inverse.functions import Callback, Watch, opening, world_of
 from mpishard.inverse.operators import MatrixOnRanks, OwnRows, RankSpace, check_shape, is_operator
 from mpishard.inverse.result import OptimizeResult, count_of
 from mpishard.inverse.run_arguments import RunArguments

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mpishard.comm.errors import on_any
 from mpishard.inverse.finite_differences import FiniteDifferences
-from mpishard.inverse.functions import Attempts, Callback, Functions, Watch, on_any
+from mpishard.inverse.functions import Attempts, Callback, Functions, Watch
 from mpishard.inverse.one_process import OneProcess
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table
 from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication

@@ -15,13 +15,13 @@ from mpishard.arguments import shown
 from mpishard.backend import array as arrays
 from mpishard.backend.exact_norms import largest
 from mpishard.comm.axis import Axis, ModelParallelGroup
-from mpishard.comm.errors import raised_on_all
+from mpishard.comm.errors import on_any, raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
-from mpishard.inverse.functions import EvaluationFailed, digits_of, failure_in_words, on_any, sum_of_values
+from mpishard.inverse.functions import EvaluationFailed, digits_of, failure_in_words, sum_of_values
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.launch.job_notes import ECHO
 from mpishard.launch.signals import Interrupts

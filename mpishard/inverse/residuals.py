@@ -19,9 +19,9 @@ from mpishard.backend import exact, exact_gram
 from mpishard.backend.exact_gram import ExactGram
 from mpishard.backend.exact_norms import largest
 from mpishard.backend.sparse_rows import SparseRows
-from mpishard.comm.errors import OneRank, raised_on_all
+from mpishard.comm.errors import OneRank, on_any, raised_on_all
 from mpishard.inverse.finite_differences import DIFFERENCES, Sparsity, moves_of, slope_of, steps_of
-from mpishard.inverse.functions import TERMS, EvaluationFailed, on_any
+from mpishard.inverse.functions import TERMS, EvaluationFailed
 from mpishard.inverse.operators import OwnRows, is_operator, summed
 from mpishard.inverse.trees import is_tree
 from mpishard.inverse.unknowns import Unknowns, has_names

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from mpishard.arguments import flag, mapping, shown
-from mpishard.comm.errors import CaughtError
+from mpishard.comm.errors import CaughtError, on_any
 from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
@@ -224,8 +224,7 @@ class OptimizationProblem(Objective[P]):
         given["stop_early"] = stop_early
         given["evaluation"] = evaluate.settings if caught.error is None and evaluate is not None else None
         self._agree_on_problem(optimizer, given, caught.error)
-        watches = np.array([callback is not None or self.seconds is not None], np.int64)
-        watching = bool(optimizer.world.all_reduce(watches, op="max", label="control")[0])
+        watching = on_any(optimizer.world, callback is not None or self.seconds is not None)
         ends = optimizer.state.ends_by_itself or self.steps is not None or self.tolerance is not None
         if not (ends or watching):
             raise ValueError("nothing would stop this optimization; give steps, tolerance, seconds or a callback")
