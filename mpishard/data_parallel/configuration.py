@@ -389,7 +389,10 @@ def _in_words(config: ShardingConfiguration) -> list[str]:
     if any(nodes) and (compressor is None or compressor.by_nodes):
         sentences.append(f"DDP and Local SGD sum by nodes: within each of the {max(nodes) + 1}, then between them.")
     elif config.hierarchical is not False:
-        sentences.append("They are summed over all ranks at once" + _why_not_by_nodes(config) + ".")
+        why = ": they are not on several nodes with equally many, and more than one, on each"
+        if compressor is not None and not compressor.by_nodes:
+            why = ", since there is little of them"
+        sentences.append(f"They are summed over all ranks at once{why}.")
     if compressor is not None:
         where = " between nodes" if any(nodes) and compressor.by_nodes else ""
         sentences.append(
@@ -401,12 +404,6 @@ def _in_words(config: ShardingConfiguration) -> list[str]:
             "or node, and then averages the parameters in this way."
         )
     return sentences
-
-
-def _why_not_by_nodes(config: ShardingConfiguration) -> str:
-    if config.compressor is not None and not config.compressor.by_nodes:
-        return ", since there is little of them"
-    return ": they are not on several nodes with equally many, and more than one, on each"
 
 
 def _costs(config: ShardingConfiguration, parameters: FlatParameters | int | None) -> list[str]:

@@ -502,7 +502,9 @@ class MinimizationState(OptimizerState):
             with raised_on_all(self._optimizer.world):
                 check_inverse(product)
         if (penalty := getattr(self._method, "penalty", None)) is not None:
-            vectors = PenaltyOfVectors(penalty, self.whole, self._own_copy, like[:0])
+            vectors = PenaltyOfVectors(
+                penalty, self.whole, lambda whole: _ranges(whole, strategy.ownership.own), like[:0]
+            )
             limits = replace(limits, penalty=vectors)
             penalty.begin()
             self._hash = hash_of_elements(strategy, limits)
@@ -561,10 +563,6 @@ class MinimizationState(OptimizerState):
         options = self.options()
         names = (*_ABOUT_ELEMENTS, *(["l1"] if getattr(self._method, "l1", None) is not None else []))
         return f"{fingerprint({name: options.get(name, '') for name in names}):x}"
-
-    def _own_copy(self, whole: Array) -> Array:
-        """This rank's elements of a vector like its parameters, a copy."""
-        return _ranges(whole, self._strategy.ownership.own)
 
     def _operator(self, what: str, function: Callable[[Array], Array]) -> Callable[[Array], Array]:
         """A user's operator, named `what`, as one of this rank's elements."""

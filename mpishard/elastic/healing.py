@@ -42,17 +42,11 @@ def heal(run: ElasticRun) -> Order:
     tell(JobNotes.note_healed, membership.roles.size, step)
     lost = [str(who) for who in before if who not in membership.roles.identities]
     if membership.rank == 0:
-        log.warn(f"lost {_names(lost)}; {membership.roles.workers} workers continue from step {step}")
+        who = f"process{'es' * (len(lost) > 1)} {', '.join(lost)}" if lost else "a joining process"
+        log.warn(f"lost {who}; {membership.roles.workers} workers continue from step {step}")
     if membership.roles.able < target.min_workers:
         raise RunLost(f"{membership.roles.able} whole workers remain, and min_workers={target.min_workers}")
     recruiter.note_lost(step, max(each.last_disruption for each in survivors))
     run.decisions.forget_recruits()
     stops = transactions.status.stop_reason
     return Order(membership.roles.most if stops else min(target.agreed_size, membership.roles.able))
-
-
-def _names(lost: list[str]) -> str:
-    """The lost processes in a message; "a joining process" if only such a one was lost."""
-    if not lost:
-        return "a joining process"
-    return f"process {lost[0]}" if len(lost) == 1 else f"processes {', '.join(lost)}"

@@ -251,7 +251,7 @@ def reflective(
                     state.status = STEP
                 continue
             decrease = state.cost - value
-            ratio = _ratio(decrease, expected)
+            ratio = decrease / expected if expected > 0 else float(decrease == expected == 0)
             if ratio < 0.25:
                 state.radius = 0.25 * length
             elif ratio > 0.75 and length > 0.95 * radius:
@@ -341,12 +341,6 @@ def strictly_inside(x: np.ndarray, lower: np.ndarray, upper: np.ndarray, share: 
         high = upper - far if share else np.nextafter(upper, lower)
         moved = np.where(x <= lower + near, low, np.where(x >= upper - far, high, x))
         return np.where((moved < lower) | (moved > upper), 0.5 * (lower + upper), moved)
-
-
-def _ratio(decrease: float, expected: float) -> float:
-    if expected > 0:
-        return decrease / expected
-    return 1.0 if decrease == expected == 0 else 0.0
 
 
 def _converged(decrease: float, cost: float, moved: float, far: float, ratio: float, options: Options) -> int | None:

@@ -196,16 +196,15 @@ class GradientProgress:
 
     def take(self, order: BucketOrder, complete: bool = False) -> Iterator[Bucket]:
         """The buckets of an order whose sums begin: those that are next and `complete`, or all the rest."""
-        while order.left and (not complete or self._next_is_complete(order)):
+        while order.left:
+            bucket = order.buckets[order.left - 1]
+            if complete and len(order.ready[order.left - 1]) < bucket.last - bucket.first:
+                return
             order.left -= 1
             self._has_begun_sums = True
             if self.is_last_pass:
                 self.begin_sums()
-            yield order.buckets[order.left]
-
-    def _next_is_complete(self, order: BucketOrder) -> bool:
-        bucket = order.buckets[order.left - 1]
-        return len(order.ready[order.left - 1]) == bucket.last - bucket.first
+            yield bucket
 
     def begin(self, order: BucketOrder) -> None:
         """Begin another pass over the buckets."""

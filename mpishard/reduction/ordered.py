@@ -92,7 +92,10 @@ class OrderedSums:
         tell = None if self.observer is None else self.observer(bucket, partial, pieces)
         rows, sums = _plan(self.assignment, number, axis.rank)
         mine, count = rows[axis.rank], pieces[axis.rank]
-        packed = self._pack(partial, pieces) if mine > 1 else None
+        packed = None
+        if mine > 1:
+            packed = self._take(len(partial) * sum(pieces))
+            sort_by_owner(partial, pieces, packed)
         source = partial[-1] if mine == 1 else self._like if packed is None else packed[: mine * sum(pieces)]
         arriving = [each * count if rank != axis.rank else 0 for rank, each in enumerate(rows)]
         received = self._take(sum(arriving))
@@ -142,12 +145,6 @@ class OrderedSums:
             self._free.append(lower)
         if not last:
             stack.append(block)
-
-    def _pack(self, partial: Sequence[Array], pieces: Sequence[int]) -> Array:
-        """The partial sums, sorted by owner, in one block."""
-        block = self._take(len(partial) * sum(pieces))
-        sort_by_owner(partial, pieces, block)
-        return block
 
     def _take(self, size: int) -> Array:
         """A block of at least `size` elements: the smallest free one that is large enough, or a new one.

@@ -380,7 +380,8 @@ class RuleGroups(ParameterGroups):
         """A rule with other values, as its class makes it."""
         first = self._first[number]
         try:
-            made = _changed(first, values)
+            own: Any = getattr(first, "with_values", None)  # a `TorchRule` has its values in a mapping
+            made: Rule = replace(first, **values) if own is None else own(values)
         except (TypeError, ValueError) as error:
             raise type(error)(f"param_groups[{number}]: {error}") from None
         if more := [slot for slot in made.slots if slot not in first.slots]:
@@ -428,13 +429,6 @@ def groups_of(rule: Any, tensors: Mapping[str, Any]) -> ParameterGroups:
     if isinstance(rule, Rule) and (type(rule).by_tensor in known or hasattr(rule, "with_values")):
         return RuleGroups(rule, tensors)
     return ParameterGroups(f"the {type(rule).__name__}", [{"params": list(tensors.values())}], {})
-
-
-def _changed(rule: Rule, values: Mapping[str, Any]) -> Rule:
-    """A rule with other values, checked."""
-    own: Any = getattr(rule, "with_values", None)  # a `TorchRule` has its values in a mapping
-    made: Rule = replace(rule, **values) if own is None else own(values)
-    return made
 
 
 def _needs_more(number: int, what: str, more: Sequence[str]) -> str:

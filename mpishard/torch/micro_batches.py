@@ -65,11 +65,6 @@ class PipelineSettings:
         warn_if_bubbly(make_schedule(self.name, ranks, self.microbatches, self.chunks))
 
 
-def _kinds(batch: tuple[Any, ...]) -> str:
-    kinds = f"but {', '.join(type(each).__name__ for each in batch)}" if batch else "since nothing was given"
-    return f"no tensor with samples, {kinds}"
-
-
 def most_of_all(ranks: Axis, batch: tuple[Any, ...], most: int) -> int:
     """The most micro-batches, `most` at most, into which each rank can cut its batch. Collective."""
     samples = min((len(each) for each in tensors_in(batch) if each.dim()), default=most)
@@ -87,7 +82,8 @@ def micro_batches_of(batch: tuple[Any, ...], most: int, reduction: str) -> list[
     tensors = [each for each in tensors_in(batch) if each.dim()]
     sizes = sorted({len(each) for each in tensors})
     if len(sizes) != 1 or not sizes[0]:
-        given = f"tensors of {' and '.join(map(str, sizes))} samples" if sizes else _kinds(batch)
+        kinds = f"but {', '.join(type(each).__name__ for each in batch)}" if batch else "since nothing was given"
+        given = f"tensors of {' and '.join(map(str, sizes))} samples" if sizes else f"no tensor with samples, {kinds}"
         raise ValueError(
             f"the batch has {given}, and is cut along the first dimension: give tensors of equally many samples, one "
             "at least, and what has no samples in the function"
