@@ -152,40 +152,14 @@ def run_ours(kind: str, steps: int) -> dict[str, Any] | None:
 def run_torch(kind: str, steps: int) -> dict[str, Any] | None:
     import torch
     import torch.distributed as dist
-    from torch import nn
-    from torch.nn import functional
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-            self.qkv, self.output = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.expand, self.contract = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-        def forward(self, x: Any) -> Any:
-            batch, length, _ = x.shape
-            qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
-            q, k, v = qkv.permute(2, 0, 3, 1, 4)
-            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.output(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
-            return x + self.contract(functional.gelu(self.expand(self.mlp_norm(x)), approximate="tanh"))
-
-    class GPT(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-            self.blocks = nn.Sequential(*[Block() for _ in range(LAYERS)])
-            self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-        def forward(self, tokens: Any) -> Any:
-            x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-            return self.head(self.norm(self.blocks(x)))
+    from torch.nn import functional, parallel
+    from torch_gpt import GPT
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=os.environ["RENDEZVOUS"], rank=rank, world_size=RANKS)
-    model: Any = llama_of_transformers() if kind == "torch-llama" else GPT()
+    model: Any = llama_of_transformers() if kind == "torch-llama" else GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS)
     if kind == "torch-fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -195,7 +169,7 @@ def run_torch(kind: str, steps: int) -> dict[str, Any] | None:
             fully_shard(block, mesh=device_mesh)
         fully_shard(model, mesh=device_mesh)
     else:
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model = parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     tokens, targets = map(torch.from_numpy, batches(rank, RANKS, WARM_UP + steps))
 

@@ -111,45 +111,20 @@ def torch_step(setting: Setting, kind: str) -> Step:
     import torch
     from torch import nn
     from torch.nn import functional
+    from torch_gpt import GPT
 
-    sizes = setting.gpt
-    width, heads = sizes["width"], sizes["heads"]
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-            self.qkv, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
-            self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-        def forward(self, x: Any) -> Any:
-            batch, length, _ = x.shape
-            qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, heads, width // heads)
-            q, k, v = qkv.permute(2, 0, 3, 1, 4)
-            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.output(mixed.transpose(1, 2).reshape(batch, length, width))
-            return x + self.contract(functional.gelu(self.expand(self.mlp_norm(x)), approximate="tanh"))
-
-    class GPT(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens = nn.Embedding(sizes["vocabulary"], width)
-            self.positions = nn.Embedding(sizes["context"], width)
-            self.blocks = nn.Sequential(*[Block() for _ in range(sizes["layers"])])
-            self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, sizes["vocabulary"], bias=False)
-            for part in self.modules():
-                if isinstance(part, nn.Linear | nn.Embedding):
-                    nn.init.normal_(part.weight, std=0.02)
-            self.head.weight = self.tokens.weight
-
+    class WithLoss(GPT):
         def forward(self, tokens: Any, targets: Any) -> Any:
-            x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-            logits = self.head(self.norm(self.blocks(x)))
-            return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            return functional.cross_entropy(super().forward(tokens).flatten(0, 1), targets.flatten())
 
     device = "cuda" if setting.module == "cupy" else "cpu"
     torch.manual_seed(0)
-    model: Any = GPT().to(device)
+    model: Any = WithLoss(*(setting.gpt[name] for name in ("vocabulary", "context", "width", "layers", "heads")))
+    for part in model.modules():
+        if isinstance(part, nn.Linear | nn.Embedding):
+            nn.init.normal_(part.weight, std=0.02)
+    model.head.weight = model.tokens.weight
+    model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON, fused=True)
     size = sum(each.numel() for each in model.parameters())
     run = torch.compile(model) if kind == "torch-compile" else model

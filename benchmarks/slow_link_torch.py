@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,45 +20,22 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import functional
+from torch_gpt import GPT
 
 REDUCE_EVERY = 10  # steps
 INITIAL = 0.02  # standard deviation
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.output = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.expand, self.contract = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Any) -> Any:
-        batch, length, _ = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.output(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
-        return x + self.contract(functional.gelu(self.expand(self.mlp_norm(x)), approximate="tanh"))
-
-
-class GPT(nn.Module):
-    """As `mpishard.nn.GPT`, and with initial values of the same distribution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*[Block() for _ in range(LAYERS)])
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        for name, values in self.named_parameters():
-            if values.ndim == 2:
-                residual = name.endswith(("output.weight", "contract.weight"))
-                nn.init.normal_(values, std=INITIAL / (2 * LAYERS) ** 0.5 if residual else INITIAL)
-            elif name.endswith("bias"):
-                nn.init.zeros_(values)
-
-    def forward(self, tokens: Any) -> Any:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        return self.head(self.norm(self.blocks(x)))
+def gpt() -> GPT:
+    """With initial values of the distribution of those of `mpishard.nn.GPT`."""
+    made = GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS)
+    for name, values in made.named_parameters():
+        if values.ndim == 2:
+            residual = name.endswith(("output.weight", "contract.weight"))
+            nn.init.normal_(values, std=INITIAL / (2 * LAYERS) ** 0.5 if residual else INITIAL)
+        elif name.endswith("bias"):
+            nn.init.zeros_(values)
+    return made
 
 
 def main() -> None:
@@ -73,7 +49,7 @@ def main() -> None:
     # A limit that is given holds for the first bucket too, so that there is one.  Of two, the hook for PowerSGD starts
     # the sums as they come, in another order on each rank, and gloo hangs or fails (PyTorch 2.13).
     limits = {"bucket_cap_mb": 25} if kind == "torch-power-sgd" else {}
-    model = nn.parallel.DistributedDataParallel(GPT(), gradient_as_bucket_view=True, **limits)
+    model = nn.parallel.DistributedDataParallel(gpt(), gradient_as_bucket_view=True, **limits)
     if kind == "torch-float16":
         model.register_comm_hook(None, fp16_compress_hook)
     if kind == "torch-power-sgd":
