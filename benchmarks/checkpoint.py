@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,16 +123,17 @@ def child_save(folder: Path, repeats: int, with_torch: bool) -> dict[str, Any] |
             works["torch"] = torch_save(folder, mesh, total)
         works["stall"] = lambda: checkpoints.save(state, asynchronous=True)
         works["copy"] = lambda: [np.copyto(into, array) for into, array in zip(copy, own, strict=True)]
-        found: dict[str, list[float]] = {name: [] for name in works}
-        for repeat in range(repeats + 1):  # the first of each also makes its buffers, and does not count
-            for name, work in works.items():
-                seconds = timed(mesh, work)
-                checkpoints.wait()
-                if repeat:
-                    found[name].append(seconds)
-                if mesh.rank == 0:
-                    for written in (folder / "run", folder / "torch", *folder.glob("plain-*")):
-                        shutil.rmtree(written) if written.is_dir() else written.unlink(missing_ok=True)
+
+        def removed(work: Callable[[], Any]) -> float:
+            seconds = timed(mesh, work)
+            checkpoints.wait()
+            if mesh.rank == 0:
+                for written in (folder / "run", folder / "torch", *folder.glob("plain-*")):
+                    shutil.rmtree(written) if written.is_dir() else written.unlink(missing_ok=True)
+            return seconds
+
+        # The first of each also makes its buffers.
+        found = children.in_turns({name: partial(removed, work) for name, work in works.items()}, repeats)
         checkpoints.close()
         return {"seconds": found, "bytes": total} if mesh.rank == 0 else None
 
@@ -171,17 +173,12 @@ def child_small(folder: Path, repeats: int, tensors: int) -> dict[str, Any] | No
 
     with mpishard.Mesh() as mesh:
         state = state_of(mesh, tensors)
-        found: dict[str, list[float]] = {"save": [], "load": []}
         with mpishard.Checkpoints(folder / "small", mesh, keep=1) as checkpoints:
-            works: dict[str, Callable[[], Any]] = {
-                "save": lambda: checkpoints.save(state),
-                "load": lambda: checkpoints.load(state),
+            works: dict[str, Callable[[], float]] = {
+                "save": partial(timed, mesh, lambda: checkpoints.save(state)),
+                "load": partial(timed, mesh, lambda: checkpoints.load(state)),
             }
-            for repeat in range(repeats + 1):
-                for name, work in works.items():
-                    seconds = timed(mesh, work)
-                    if repeat:
-                        found[name].append(seconds)
+            found = children.in_turns(works, repeats)
         files = (folder / "small" / "latest").iterdir()
         return {"seconds": found, "bytes": sum(file.stat().st_size for file in files)} if mesh.rank == 0 else None
 
@@ -212,13 +209,8 @@ def child_load(folder: Path, repeats: int) -> dict[str, Any] | None:
                 begin += size
 
         checkpoints = mpishard.Checkpoints(folder / "eight", mesh)
-        works: dict[str, Callable[[], Any]] = {"plain": plain, "load": lambda: checkpoints.load(state)}
-        found: dict[str, list[float]] = {name: [] for name in works}
-        for repeat in range(repeats + 1):
-            for name, work in works.items():
-                seconds = timed(mesh, work)
-                if repeat:
-                    found[name].append(seconds)
+        load = partial(timed, mesh, lambda: checkpoints.load(state))
+        found = children.in_turns({"plain": partial(timed, mesh, plain), "load": load}, repeats)
         checkpoints.close()
         return {"seconds": found, "bytes": total} if mesh.rank == 0 else None
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,25 @@ def result(what: str, texts: Sequence[str]) -> dict[str, Any]:
         sys.exit(f"{what} printed no result:\n" + "\n".join(texts))
     found: dict[str, Any] = json.loads(lines[0])
     return found
+
+
+def in_turns(works: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Call all in turns after a first turn that does not count: what each returned."""
+    found: dict[str, list[float]] = {name: [] for name in works}
+    for repeat in range(repeats + 1):
+        for name, work in works.items():
+            value = work()
+            if repeat:
+                found[name].append(value)
+    return found
+
+
+def processor() -> str:
+    """The processor, as Linux names it, with its family and model."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            facts = dict(line.strip().replace("\t", "").split(":", 1) for line in lines if ":" in line)
+    except OSError:
+        return platform.processor() or platform.machine()
+    family, model = facts.get("cpu family", "").strip(), facts.get("model", "").strip()
+    return f"{facts.get('model name', platform.machine()).strip()}, family {family}, model {model}"

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import children
+
 # Dense products in bfloat16 with sums in float32: teraflop/s by words of the GPU's name, the first that fits, as
 # NVIDIA's data sheets have them without sparsity.
 PEAKS = {
@@ -137,17 +139,6 @@ def timed(like: Any, work: Callable[[], Any], calls: int = 1) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def in_turns(works: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Call all in turns after a first turn that does not count: what each returned."""
-    found: dict[str, list[float]] = {name: [] for name in works}
-    for repeat in range(repeats + 1):
-        for name, work in works.items():
-            value = work()
-            if repeat:
-                found[name].append(value)
-    return found
-
-
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """The median of ``ours / theirs`` of the same turn."""
     return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
@@ -174,7 +165,7 @@ def facts(setting: Setting) -> dict[str, Any]:
     """Facts about the machine and the packages; what cannot be asked has the error in its place."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
-        "processor": _processor(),
+        "processor": children.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "arrays": setting.module,
         "gpus": nvidia_smi(),
@@ -198,14 +189,6 @@ def _asked(question: Callable[[], Any]) -> Any:
         return question()
     except Exception as error:  # any of the libraries' own
         return f"{type(error).__name__}: {error}"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def _mpi() -> dict[str, Any]:

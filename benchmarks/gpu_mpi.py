@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import children
 import gpu_trace
 from gpu_launcher import Failed, Launcher
-from gpu_machine import Setting, in_turns, median_ratio, model_sizes, timed
+from gpu_machine import Setting, median_ratio, model_sizes, timed
 
 KINDS = ("calls", "training", "minimize and torch", "copies")  # a process each: what one does may crash it
 SIZES = tuple(2**power for power in (10, 14, 18, 22, 26, 28))  # bytes of an all-reduce
@@ -111,7 +112,7 @@ def _times(setting: Setting, mesh: Any, module: Any, direct: bool, nbytes: int) 
     }
     if direct:
         works["by address"] = on_all(lambda: axis.all_reduce(buffer), staged=False)
-    found = in_turns(works, setting.repeats)
+    found = children.in_turns(works, setting.repeats)
     parts = [found[name] for name in ("copy to the host", "MPI on the host", "copy to the device")]
     return {
         "seconds": {name: statistics.median(each) for name, each in found.items()},

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import children
-from gpu_machine import Setting, in_turns, median_ratio, model_sizes, timed
+from gpu_machine import Setting, median_ratio, model_sizes, timed
 
 STRATEGIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
@@ -149,7 +149,7 @@ def child_bandwidth(setting: Setting) -> dict[str, Any]:
     def rate_of(work: Callable[[], Any], nbytes: float, calls: int) -> Callable[[], float]:
         return lambda: nbytes / timed(source, work, calls)
 
-    rates = in_turns({name: rate_of(*each) for name, each in works.items()}, setting.repeats)
+    rates = children.in_turns({name: rate_of(*each) for name, each in works.items()}, setting.repeats)
     return {
         name: {
             "bytes_per_second": statistics.median(each),
@@ -198,7 +198,8 @@ def child_checkpoint(setting: Setting) -> dict[str, Any]:
             def whole() -> float:
                 return timed(like, lambda: checkpoints.save(state, asynchronous=False))
 
-            found = in_turns({"save": save, "copy": lambda: timed(like, copy), "whole": whole}, setting.repeats)
+            works = {"save": save, "copy": lambda: timed(like, copy), "whole": whole}
+            found = children.in_turns(works, setting.repeats)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     nbytes = int(np.sum([array.nbytes for array in held]))

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -114,17 +113,6 @@ def limits(ideal: float, found: dict[str, Any], alone: dict[str, Any], beside: d
     return parts | {"left": found["step"] - ideal - sum(parts.values())}
 
 
-def processor() -> str:
-    """The processor, as Linux names it, with its family and model."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            facts = dict(line.strip().replace("\t", "").split(":", 1) for line in lines if ":" in line)
-    except OSError:
-        return platform.processor() or platform.machine()
-    family, model = facts.get("cpu family", "").strip(), facts.get("model", "").strip()
-    return f"{facts.get('model name', platform.machine()).strip()}, family {family}, model {model}"
-
-
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         train(sys.argv[2], *map(int, sys.argv[3:]))
@@ -154,7 +142,7 @@ def main() -> None:
         for name, kind in kinds.items():
             runs[name].append(run(name, options, **kind))
     one, share, jobs, jobs_share, strong, weak = runs.values()
-    print(f"{processor()}; {one[0]['blas']}")
+    print(f"{children.processor()}; {one[0]['blas']}")
     print(f"{options.model}, {windows} windows a step; milliseconds a step, means over the ranks or jobs")
     print(f"{'':30}{'step':>10}{'products':>10}{'communication':>15}{'rest':>8}")
     for name, of_kind in runs.items():

@@ -122,12 +122,6 @@ def compare(kinds: list[Kind], steps: int, repeats: int) -> None:
         print(f"{kind!s:40s}{statistics.median(rates):12,.0f}   {spread}   loss {results[kind][0]['loss']:.6f}")
 
 
-def processor() -> str:
-    """The name of the processor."""
-    with open("/proc/cpuinfo") as lines:
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=list(TENSOR), choices=list(TENSOR))
@@ -146,7 +140,7 @@ def main() -> None:
         return
     if options.steps < 1 or options.repeats < 1:
         parser.error("--steps and --repeats must be at least 1")
-    print(f"{processor()}, one thread a rank")
+    print(f"{children.processor()}, one thread a rank")
     for ranks in [2] if options.wide else options.ranks:
         counts = sorted({1, *([4] if options.wide else options.shards)})
         usable = [count for count in counts if count == 1 or count % TENSOR[ranks] == 0]

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import children
-import scaling
 from torch_step import LEARNING_RATE, RANKS, TIME_LIMIT, WARM_UP, given_to, options_of, process_group, show, take_turns
 
 SEQUENCES, CONTEXT, WIDTH, LAYERS, HEADS, VOCABULARY = 16, 256, 256, 4, 8, 256
@@ -252,7 +251,7 @@ def main() -> None:
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
             sys.exit(f"this benchmark needs {package}, which is not installed")
-    print(f"on {scaling.processor()}")
+    print(f"on {children.processor()}")
     if arguments.memory:
         measure_memory(arguments.kinds, arguments.steps)
     else:
