@@ -11,7 +11,7 @@ import pytest
 
 from mpishard.layout.boxes import split
 from mpishard.layout.run_state import PARAMETERS, RunState, Shard
-from mpishard.layout.tensors import ParameterSpec, Piece, cut_holding
+from mpishard.layout.tensors import WHOLE, ParameterSpec, Piece, cut_holding
 
 KINDS = (PARAMETERS, "optimizer/exp_avg")
 
@@ -38,19 +38,16 @@ def state(step, rank=0, size=1, elements=50, empty=False, convert=np.asarray):
     """
     tensors = specs(elements)
     total = sum(spec.size for spec in tensors)
-    whole, start = [], 0
-    for spec in tensors:
-        whole.append(Piece(spec.name, spec.box, start))
-        start += spec.size
+    whole = WHOLE.holding(tensors)
     cuts = split(total, size)
     own = (cuts[rank], cuts[rank + 1])
-    in_place = tuple(Piece(piece.name, piece.box, piece.start + own[0]) for piece in cut_holding(tuple(whole), [own]))
-    in_slot = cut_holding(tuple(whole), [own])
+    in_place = tuple(Piece(piece.name, piece.box, piece.start + own[0]) for piece in cut_holding(whole, [own]))
+    in_slot = cut_holding(whole, [own])
     parameters, slot = values(step, KINDS[0], total), values(step, KINDS[1], total)[slice(*own)].copy()
     if empty:
         parameters[:] = slot[:] = np.nan
     shards = (
-        Shard(KINDS[0], convert(parameters), tuple(whole), in_place),
+        Shard(KINDS[0], convert(parameters), whole, in_place),
         Shard(KINDS[1], convert(slot), in_slot, in_slot),
     )
     facts = {"step": step, "note": f"step {step}", "history.json": [step], "loss": np.arange(step, dtype=float)}
