@@ -7,8 +7,8 @@ job, where a rank fails.
 Read ``mesh``, with ``mesh_checks``, and ``axis`` first, what users hold; then a call in its order, ``communicator``,
 ``channel``, ``collectives``, ``staged_collectives``, ``staging`` and ``deferred`` for devices; ``errors`` and
 ``agreement`` for errors and settings; ``ledger``, ``watchdog``, ``call_matching``, ``abort`` and ``supervisor_reports``
-for what goes wrong; ``capabilities`` of this MPI; ``reshard`` for a new layout, ``json_exchange`` for waits without a
-limit, ``work_queue`` for groups of ranks.
+for what goes wrong, ``messages`` for what may come at any time; ``capabilities`` of this MPI; ``reshard`` for a new
+layout, ``json_exchange`` for waits without a limit, ``work_queue`` for groups of ranks.
 
 A package that imports mpi4py imports this one first: importing mpi4py.MPI starts MPI.
 """

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
+from mpishard.comm.messages import messages
+
 # Tags of messages: a rank has come to a call; a rank has waited in a call for a while.
 _HERE, _LATE = 1, 2
 # How often a rank that waits in a call looks whether the call can still begin.  The first time it sends its call to all
@@ -169,12 +171,8 @@ class CallMatching:
         return bool(self._sends)
 
     def _receive(self) -> None:
-        status = MPI.Status()
-        while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-            buffer = bytearray(status.Get_count(MPI.BYTE))
-            rank, tag = status.Get_source(), status.Get_tag()
-            self._comm.Recv([buffer, MPI.BYTE], rank, tag)
-            message = json.loads(buffer)
+        for rank, tag, text in messages(self._comm):
+            message = json.loads(text)
             if tag == _LATE:
                 self._late[rank] = Late(*message)
             else:

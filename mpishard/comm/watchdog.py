@@ -22,6 +22,7 @@ from mpi4py import MPI
 from mpishard.comm.abort import FIRST_S, LAST_S, DeathMonitor, abort, dead_ranks, let_mpi_progress
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Call, Ledger, users_level
+from mpishard.comm.messages import messages
 from mpishard.io.terminal import say
 from mpishard.launch.script import innermost, main_frame
 
@@ -264,22 +265,18 @@ class Watchdog:
 
     def _serve(self) -> None:
         """Answer the questions of other ranks and receive their answers."""
-        status = MPI.Status()
-        while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-            buffer = bytearray(status.Get_count(MPI.BYTE))
-            source, tag = status.Get_source(), status.Get_tag()
-            self._comm.Recv([buffer, MPI.BYTE], source, tag)
+        for source, tag, data in messages(self._comm):
             if tag == _FAILED:
                 self._failed.add(source)
                 continue
             if tag == _ANSWER:
-                idle, _, text = buffer.decode(errors="replace").partition(" ")
+                idle, _, text = data.decode(errors="replace").partition(" ")
                 self._replies[source] = _Reply(idle == "True", text)
                 continue
             if tag == _ASK_ALL and source < self._comm.rank:  # the report of the lowest rank is enough
                 self._stand_down = time.monotonic() + 3 * _ANSWER_S
             own = self._state()
-            sequence, _, kind = buffer.decode().partition(" ")
+            sequence, _, kind = data.decode().partition(" ")
             call = self._ledger.waiting
             if self._ledger.absent and call is not None and call.kind != kind:
                 own = _Reply(True, f"{self._ledger.absent}, and {own.text}")

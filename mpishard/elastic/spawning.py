@@ -28,14 +28,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from mpi4py import MPI
 
 from mpishard.backend.jit_function import prepare
 from mpishard.comm.abort import die, fail_alone, killed_after
 from mpishard.comm.capabilities import heals_in_place
+from mpishard.comm.messages import Message, messages
 from mpishard.launch.detection import CELL_OPTION
 from mpishard.launch.script import parted, without_runner
 
@@ -60,21 +61,6 @@ BOOT = (
 # them before MPI_Init is over, the leader's spawn would not return; later, where MPI does not heal, the job would end
 # before its last checkpoint.  They are ignored until `optimize` handles them, and the leader dismisses the process.
 SHIELDED = ("/bin/sh", "-c", 'trap "" TERM USR1 INT; exec "$0" "$@"', sys.executable)
-
-
-class Message(NamedTuple):
-    source: int
-    tag: int
-    text: bytes
-
-
-def messages(inter: MPI.Intercomm, tag: int = MPI.ANY_TAG) -> Iterator[Message]:
-    """Receive the messages that have arrived.  Raises MPI.Exception if a process at the other end has died (ULFM)."""
-    status = MPI.Status()
-    while inter.Iprobe(MPI.ANY_SOURCE, tag, status):
-        buffer = bytearray(status.Get_count(MPI.BYTE))
-        inter.Recv([buffer, MPI.BYTE], status.Get_source(), status.Get_tag())
-        yield Message(status.Get_source(), status.Get_tag(), bytes(buffer))
 
 
 def command(argv: Sequence[str], cell: tuple[int, int]) -> list[str]:
