@@ -288,8 +288,8 @@ class ReduceScatterRows(AdjointPair):
         return self._gather_rows(dy_nc, rows, memory, BACKWARD)
 
 
-class GatherColumns(AdjointPair):
-    """Sharded by columns to replicated; backward keeps the own columns.
+class _ColumnPair(AdjointPair):
+    """Sharded by columns at one end.
 
     `columns` of the whole array are cut into slices as `mpishard.layout.boxes.split` does.
     """
@@ -298,54 +298,51 @@ class GatherColumns(AdjointPair):
         super().__init__(axis, slices)
         self.columns: int = columns
 
+    def _own_columns(self, x_nc: Array, memory: Memory) -> Array:
+        slices = self.slices
+        if slices.total == 1:
+            return x_nc
+        cuts = split(self.columns, slices.total)
+        own_nc = memory(len(x_nc), cuts[slices.own.stop] - cuts[slices.own.start])
+        for number, part_nc in zip(slices.own, slices.column_slices(own_nc, self.columns), strict=True):
+            part_nc[...] = x_nc[:, cuts[number] : cuts[number + 1]]
+        return own_nc
+
+    def _join_columns(self, x_nc: Array, rows: int, memory: Memory, label: str) -> Array:
+        slices = self.slices
+        if slices.total == 1:
+            return x_nc
+        joined_nc = memory(rows, self.columns)
+        # The slices are strided in the whole array: they arrive one after the other and are sorted in.
+        arrived = x_nc.reshape(-1)
+        if self.size > 1:
+            counts = [rows * count for count in run_lengths(slices.rank_cuts(self.columns))]
+            arrived = module_of(x_nc).empty(rows * self.columns, x_nc.dtype)
+            self.axis.all_gather(arrived, x_nc, counts, label=label)
+        cuts = split(self.columns, slices.total)
+        for first, last in zip(cuts[:-1], cuts[1:], strict=True):
+            joined_nc[:, first:last] = arrived[rows * first : rows * last].reshape(rows, last - first)
+        return joined_nc
+
+
+class GatherColumns(_ColumnPair):
+    """Sharded by columns to replicated; backward keeps the own columns."""
+
     def forward(self, x_nc: Array, rows: int, memory: Memory) -> Array:
-        return _join_columns(self, self.columns, x_nc, rows, memory, FORWARD)
+        return self._join_columns(x_nc, rows, memory, FORWARD)
 
     def backward(self, dy_nc: Array, rows: int, memory: Memory) -> Array:
-        return _own_columns(self, self.columns, dy_nc, memory)
+        return self._own_columns(dy_nc, memory)
 
 
-class ScatterColumns(AdjointPair):
-    """Replicated to sharded by columns; backward gathers.  `columns` and `slices` as for `GatherColumns`."""
-
-    def __init__(self, axis: Axis, columns: int, slices: Slices | None = None) -> None:
-        super().__init__(axis, slices)
-        self.columns: int = columns
+class ScatterColumns(_ColumnPair):
+    """Replicated to sharded by columns; backward gathers."""
 
     def forward(self, x_nc: Array, rows: int, memory: Memory) -> Array:
-        return _own_columns(self, self.columns, x_nc, memory)
+        return self._own_columns(x_nc, memory)
 
     def backward(self, dy_nc: Array, rows: int, memory: Memory) -> Array:
-        return _join_columns(self, self.columns, dy_nc, rows, memory, BACKWARD)
-
-
-def _own_columns(pair: AdjointPair, columns: int, x_nc: Array, memory: Memory) -> Array:
-    slices = pair.slices
-    if slices.total == 1:
-        return x_nc
-    cuts = split(columns, slices.total)
-    own_nc = memory(len(x_nc), cuts[slices.own.stop] - cuts[slices.own.start])
-    for number, part_nc in zip(slices.own, slices.column_slices(own_nc, columns), strict=True):
-        part_nc[...] = x_nc[:, cuts[number] : cuts[number + 1]]
-    return own_nc
-
-
-def _join_columns(pair: AdjointPair, columns: int, x_nc: Array, rows: int, memory: Memory, label: str) -> Array:
-    slices = pair.slices
-    if slices.total == 1:
-        return x_nc
-    joined_nc = memory(rows, columns)
-    # The slices are strided in the whole array: they arrive one after the other and are sorted in.
-    arrived = x_nc.reshape(-1)
-    if pair.size > 1:
-        arrived = module_of(x_nc).empty(rows * columns, x_nc.dtype)
-        pair.axis.all_gather(
-            arrived, x_nc, [rows * count for count in run_lengths(slices.rank_cuts(columns))], label=label
-        )
-    cuts = split(columns, slices.total)
-    for first, last in zip(cuts[:-1], cuts[1:], strict=True):
-        joined_nc[:, first:last] = arrived[rows * first : rows * last].reshape(rows, last - first)
-    return joined_nc
+        return self._join_columns(dy_nc, rows, memory, BACKWARD)
 
 
 class TensorParallel:
