@@ -104,6 +104,17 @@ def result(what: str, texts: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def batches(count: int, sequences: int, context: int, vocabulary: int, rank: int = 0, ranks: int = 1) -> Any:
+    """Tokens and targets of a rank by step: random words of a small lexicon, so that losses fall."""
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    words = random.integers(0, vocabulary, (64, 8))
+    text = words[random.integers(0, 64, (count, sequences, context // 8 + 1))].reshape(count, sequences, -1)
+    text = text[:, rank::ranks]
+    return text[..., :context].copy(), text[..., 1 : context + 1].copy()
+
+
 def in_turns(works: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
     """Call all in turns after a first turn that does not count: what each returned."""
     found: dict[str, list[float]] = {name: [] for name in works}

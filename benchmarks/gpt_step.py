@@ -61,14 +61,8 @@ COMPARISONS = {
 
 
 def batches(rank: int, ranks: int, count: int) -> Any:
-    """Tokens and targets, (count, sequences, CONTEXT): text-like enough to be learned, this data rank's share."""
-    import numpy as np
-
-    random = np.random.default_rng(0)
-    words = random.integers(0, VOCABULARY, (64, 8))
-    text = words[random.integers(0, 64, (count, SEQUENCES, CONTEXT // 8 + 1))].reshape(count, SEQUENCES, -1)
-    text = text[:, rank::ranks]
-    return text[..., :CONTEXT].copy(), text[..., 1 : CONTEXT + 1].copy()
+    """Tokens and targets of this data rank, by step."""
+    return children.batches(count, SEQUENCES, CONTEXT, VOCABULARY, rank, ranks)
 
 
 def timed(step: Callable[[int], float], barrier: Callable[[], Any], steps: int) -> dict[str, float]:

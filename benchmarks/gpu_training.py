@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import children
 from gpu_machine import Setting, model_sizes
 
 KINDS = {
@@ -35,15 +36,8 @@ def steps_of(setting: Setting) -> int:
 
 
 def batches(setting: Setting, count: int) -> Any:
-    """Tokens and targets, (count, sequences, context): random words of a small lexicon, so that losses fall."""
-    import numpy as np
-
-    sizes = setting.gpt
-    random = np.random.default_rng(0)
-    words = random.integers(0, sizes["vocabulary"], (64, 8))
-    length = sizes["context"] // 8 + 1
-    text = words[random.integers(0, 64, (count, sizes["sequences"], length))].reshape(count, sizes["sequences"], -1)
-    return text[..., : sizes["context"]].copy(), text[..., 1 : sizes["context"] + 1].copy()
+    """Tokens and targets of the GPT, by step."""
+    return children.batches(count, *(setting.gpt[name] for name in ("sequences", "context", "vocabulary")))
 
 
 def child(setting: Setting, kind: str) -> dict[str, Any]:

@@ -187,15 +187,11 @@ def side_of_pytorch(kind: str) -> Side:
 
 
 def batches(kind: str, rank: int, count: int) -> Any:
-    """Tokens and targets of this rank, by step: text-like enough to be learned."""
-    import numpy as np
+    """Tokens and targets of this rank, by step."""
     import torch
 
-    draw = np.random.default_rng(0)
-    known = draw.integers(0, VOCABULARY, (64, 8))
-    text = known[draw.integers(0, 64, (count, SEQUENCES, CONTEXT // 8 + 1))].reshape(count, SEQUENCES, -1)
-    text = text[:, rank::RANKS] if KINDS[kind][1] is DATA else text
-    return [torch.from_numpy(np.ascontiguousarray(each)) for each in (text[..., :CONTEXT], text[..., 1 : CONTEXT + 1])]
+    share = (rank, RANKS) if KINDS[kind][1] is DATA else (0, 1)
+    return [*map(torch.from_numpy, children.batches(count, SEQUENCES, CONTEXT, VOCABULARY, *share))]
 
 
 def child(kinds: list[str], steps: int) -> None:

@@ -97,15 +97,13 @@ def batches(model: str, rank: int, count: int) -> Any:
     import numpy as np
     import torch
 
-    draw = np.random.default_rng(0)
     if model == "conv":
+        draw = np.random.default_rng(0)
         targets = draw.integers(0, CLASSES, (count, IMAGES))
         means = draw.standard_normal((CLASSES, 3, PIXELS, PIXELS), np.float32)
         inputs = means[targets] + draw.standard_normal((count, IMAGES, 3, PIXELS, PIXELS), np.float32)
     else:
-        known = draw.integers(0, VOCABULARY, (64, 8))
-        text = known[draw.integers(0, 64, (count, SEQUENCES, CONTEXT // 8 + 1))].reshape(count, SEQUENCES, -1)
-        inputs, targets = text[..., :CONTEXT], text[..., 1 : CONTEXT + 1]
+        inputs, targets = children.batches(count, SEQUENCES, CONTEXT, VOCABULARY)
     return [torch.from_numpy(np.ascontiguousarray(each[:, rank::RANKS])) for each in (inputs, targets)]
 
 
