@@ -28,6 +28,7 @@ from steps import STRATEGIES
 import mpishard
 from mpishard import nn
 from mpishard.data.sampling import Sampler, share
+from mpishard.layout.tensors import tensors_of
 
 STEPS = 50
 VOCABULARY, LENGTH, WIDTH, SEED = 11, 5, 24, 3
@@ -51,12 +52,12 @@ class Run:
     parameters: np.ndarray
 
 
-def make(name: str, layers: int, heads: int, tied: bool, **options: Any) -> nn.GPT | nn.Llama:
+def make(name: str, layers: int, heads: int, tied: bool, seed: int = SEED, **options: Any) -> nn.GPT | nn.Llama:
     """A model of the grid; the Llama has grouped queries, all that Qwen2 and Qwen3 add, and dropout."""
     options |= dict(
         vocabulary_size=VOCABULARY, context_length=LENGTH, width=WIDTH, layers=layers, heads=heads, dtype=np.float64
     )
-    options |= dict(seed=SEED, tied=tied)
+    options |= dict(seed=seed, tied=tied)
     if name == "gpt":
         return nn.GPT(**options)
     own = dict(key_value_heads=heads // 2, head_width=4, hidden=20, rotary=nn.Rotary(10.0), epsilon=1e-2, dropout=0.1)
@@ -117,11 +118,7 @@ def count_of(step: int) -> int:
 
 def local(parameters: mpishard.FlatParameters, flat: np.ndarray) -> np.ndarray:
     """What this rank's place in the mesh holds of a flat array over the whole model."""
-    starts = np.cumsum([0, *(spec.size for spec in parameters.specs)])
-    whole = {
-        spec.name: flat[start : start + spec.size].reshape(spec.shape)
-        for spec, start in zip(parameters.specs, starts, strict=False)
-    }
+    whole = tensors_of(flat, parameters.specs)
     parts = [whole[piece.name][tuple(slice(*run) for run in piece.box)].ravel() for piece in parameters.pieces]
     return np.concatenate([np.empty(0), *parts])
 

@@ -24,7 +24,6 @@ import numpy as np
 from mpi4py import MPI
 
 import mpishard
-from mpishard import nn
 from mpishard.checkpoint import Checkpoints
 from mpishard.comm.reshard import reshard_state
 from mpishard.layout.run_state import RunState
@@ -90,18 +89,8 @@ class Session:
                 "chunks": 2 if layout.schedule == "interleaved" else 1,
                 "microbatches": layout.pipeline,
             }
-            options |= {"tied": layout.tied, "schedule": layout.schedule, "sharded_parameters": layout.zero == 3}
-            self.model = nn.GPT(
-                vocabulary_size=grid.VOCABULARY,
-                context_length=grid.LENGTH,
-                width=grid.WIDTH,
-                layers=layout.layers,
-                heads=layout.heads,
-                dtype=np.float64,
-                seed=seed,
-                mesh=self.mesh,
-                **options,
-            )
+            options |= {"schedule": layout.schedule, "sharded_parameters": layout.zero == 3, "mesh": self.mesh}
+            self.model = grid.make(layout.model, layout.layers, layout.heads, layout.tied, seed, **options)
         # Few buckets, for time: several in every layout, and tensors that they cut.
         config = mpishard.ShardingConfiguration(
             self.mesh, max_gradient_norm=grid.CLIP, minimum_parameter_group_size=5000
