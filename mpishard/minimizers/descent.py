@@ -132,7 +132,8 @@ class Descent(Minimizer):
         (top,) = self.space.largest(gradient)
         return value, gradient, top
 
-    def _steepest(self) -> Array:
+    @property
+    def gradient(self) -> Array:
         """The gradient by which the base is measured; it may be in working memory."""
         return self.base_gradient
 
@@ -261,7 +262,7 @@ class Descent(Minimizer):
 
     def _measure(self) -> tuple[float, float, float]:
         """The largest elements of the base, of its gradient, and of its projected gradient."""
-        gradient = self._steepest()
+        gradient = self.gradient
         bounded, riesz = self.bounds.any, self.limits.riesz(gradient)
         measured = gradient if riesz is None else riesz
         vectors = [self.base] if self.method.xtol else []

@@ -186,7 +186,7 @@ class BoundedQuasiNewton(QuasiNewton):
         again, self._doubted = progress.iterations == self._doubted + 1, progress.iterations
         if not again or not len(self.history):
             return not again
-        projected = self.bounds.projected_gradient(self.base, self._steepest(), self._direction)
+        projected = self.bounds.projected_gradient(self.base, self.gradient, self._direction)
         if self._root is not None:
             multiply(projected, projected, self._root)
         (top,) = self.space.largest(projected)
@@ -328,9 +328,6 @@ class OrthantWiseQuasiNewton(BoundedQuasiNewton):
         self._plain_gradient[:] = self._told
         self.orthant.enter(self.base, self._told)
         return self._measure()
-
-    def _steepest(self) -> Array:
-        return self.orthant.smallest_subgradient()
 
     def _further_vectors(self) -> tuple[Array, ...]:
         return (*super()._further_vectors(), self.base_gradient)

@@ -143,10 +143,6 @@ class ProximalQuasiNewton(QuasiNewton):
         return penalty.kinds
 
     @property
-    def gradient(self) -> Array:
-        return self._steepest()
-
-    @property
     def at_reference(self) -> AtReference | None:
         return self._penalty.terms.at_reference(self._penalty.whole(self.best))
 
@@ -182,7 +178,8 @@ class ProximalQuasiNewton(QuasiNewton):
         (top,) = self.space.largest(gradient)
         return value + self.added_value, gradient, top
 
-    def _steepest(self) -> Array:
+    @property
+    def gradient(self) -> Array:
         """The gradient at the base with the subgradient of the penalty, in working memory."""
         penalty = self._penalty
         base, gradient = penalty.whole(self.base), penalty.whole(self.base_gradient)
