@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from mpishard.layout.tensors import ParameterSpec
 from mpishard.nn.layers import Layer
@@ -12,7 +12,84 @@ from mpishard.nn.workspace import Workspace
 Array = Any
 
 
-class LayerNorm(Layer):
+class Norm(Layer):
+    """Rows normed, then scaled by a tensor that starts at 1; perhaps shifted by one that starts at 0."""
+
+    backward_kernel: ClassVar[str]
+
+    def __init__(self, name: str, width: int, *, epsilon: float = 1e-5, sequence_parallel: bool = False) -> None:
+        super().__init__(name)
+        self.width: int = width
+        self.epsilon: float = epsilon
+        self.sequence_parallel: bool = sequence_parallel
+        self.weight_name: str = f"{name}.weight"
+        self.names: tuple[str, ...] = (self.weight_name,)
+
+    def specs(self) -> list[ParameterSpec]:
+        return [ParameterSpec(name, (self.width,), partial=self.sequence_parallel) for name in self.names]
+
+    def initialize(self, seed: int) -> None:
+        for name in self.names:
+            self._fill(name, float(name == self.weight_name))
+
+    def forward(self, x_nc: Array, work: Workspace) -> Array:
+        """Norm each row, and scale it.
+
+        Parameters
+        ----------
+        x_nc : array, shape (n, width)
+            Kept; it must stay as it is until `backward`.
+        work : Workspace
+            Memory of the micro-batch.
+
+        Returns
+        -------
+        array, shape (n, width)
+            In the memory of `work`; uint16, the bits of bfloat16, if products round it and `gives_bits` is set.
+        """
+        raise NotImplementedError
+
+    def backward(self, dy_nc: Array, work: Workspace, residual_nc: Array | None = None) -> Array:
+        """Gradient with respect to `x`, plus `residual` where given: the gradient that reaches `x` around the norm.
+
+        Parameters
+        ----------
+        dy_nc : array, shape (n, width)
+            Gradient of the loss with respect to the output.
+        work : Workspace
+            That of the forward pass.
+        residual_nc : array, shape (n, width), optional
+            Overwritten by the result.
+
+        Returns
+        -------
+        array, shape (n, width)
+            `residual_nc`, or memory of `work`.
+        """
+        kept = work.kept[self.role]
+        if residual_nc is None:
+            residual_nc = work.borrow(f"{self.role}.dx", *kept[0].shape)
+            residual_nc.fill(0)
+        weight, kernel = self.parameters[self.weight_name], getattr(self.ops, self.backward_kernel)
+        if not self.tensor.slices.ordered:
+            kernel(dy_nc, *kept, weight, residual_nc, *map(self._gradient_to_add_to, self.names))
+        else:
+
+            def sum_block(block: slice, sums_pc: Array) -> None:
+                sums_pc.fill(0)
+                kernel(dy_nc[block], *(each[block] for each in kept), weight, residual_nc[block], *sums_pc)
+
+            sums_pc = self.tensor.sum_row_blocks(
+                work.rows, sum_block, lambda depth: work.borrow(f"row sums {depth}", len(self.names), self.width)
+            )
+            for name, sum_c in zip(self.names, sums_pc, strict=True):
+                self._add_to_gradient(name, sum_c)
+        for name in reversed(self.names):
+            self._finished(name, work)
+        return residual_nc
+
+
+class LayerNorm(Norm):
     """Rows brought to mean 0 and variance 1, then scaled and shifted (Ba, Kiros and Hinton, 2016).
 
     Each rank computes with its own rows.  `backward` is collective over the tensor axis where rows are split in a model
@@ -31,37 +108,14 @@ class LayerNorm(Layer):
         shards, of which `backward` takes the sums.
     """
 
+    backward_kernel = "layer_norm_backward"
+
     def __init__(self, name: str, width: int, *, epsilon: float = 1e-5, sequence_parallel: bool = False) -> None:
-        super().__init__(name)
-        self.width: int = width
-        self.epsilon: float = epsilon
-        self.sequence_parallel: bool = sequence_parallel
-        self.weight_name: str = f"{name}.weight"
+        super().__init__(name, width, epsilon=epsilon, sequence_parallel=sequence_parallel)
         self.bias_name: str = f"{name}.bias"
-
-    def specs(self) -> list[ParameterSpec]:
-        names = self.weight_name, self.bias_name
-        return [ParameterSpec(name, (self.width,), partial=self.sequence_parallel) for name in names]
-
-    def initialize(self, seed: int) -> None:
-        self._fill(self.weight_name, 1)
-        self._fill(self.bias_name, 0)
+        self.names = (self.weight_name, self.bias_name)
 
     def forward(self, x_nc: Array, work: Workspace) -> Array:
-        """Bring each row to mean 0 and variance 1, scale it and shift it.
-
-        Parameters
-        ----------
-        x_nc : array, shape (n, width)
-            Kept; it must stay as it is until `backward`.
-        work : Workspace
-            Memory of the micro-batch.
-
-        Returns
-        -------
-        array, shape (n, width)
-            In the memory of `work`; uint16, the bits of bfloat16, if products round it and `gives_bits` is set.
-        """
         rows = len(x_nc)
         y_nc = self._save_result(work, rows, self.width)
         mean_n = work.save(f"{self.role}.mean", rows, exact=True)
@@ -71,49 +125,8 @@ class LayerNorm(Layer):
         self.ops.layer_norm(x_nc, weight, bias, y_nc, mean_n, scale_n, self.epsilon)
         return y_nc
 
-    def backward(self, dy_nc: Array, work: Workspace, residual_nc: Array | None = None) -> Array:
-        """Gradient with respect to `x`, plus `residual` where given: the gradient that reaches `x` around the norm.
 
-        Parameters
-        ----------
-        dy_nc : array, shape (n, width)
-            Gradient of the loss with respect to the output.
-        work : Workspace
-            That of the forward pass.
-        residual_nc : array, shape (n, width), optional
-            Overwritten by the result.
-
-        Returns
-        -------
-        array, shape (n, width)
-            `residual_nc`, or memory of `work`.
-        """
-        x_nc, mean_n, scale_n = work.kept[self.role]
-        if residual_nc is None:
-            residual_nc = work.borrow(f"{self.role}.dx", *x_nc.shape)
-            residual_nc.fill(0)
-        weight = self.parameters[self.weight_name]
-        if not self.tensor.slices.ordered:
-            dweight, dbias = (self._gradient_to_add_to(name) for name in (self.weight_name, self.bias_name))
-            self.ops.layer_norm_backward(dy_nc, x_nc, mean_n, scale_n, weight, residual_nc, dweight, dbias)
-        else:
-
-            def sum_block(block: slice, sums_2c: Array) -> None:
-                sums_2c.fill(0)
-                rows = dy_nc[block], x_nc[block], mean_n[block], scale_n[block]
-                self.ops.layer_norm_backward(*rows, weight, residual_nc[block], *sums_2c)
-
-            sums_2c = self.tensor.sum_row_blocks(
-                work.rows, sum_block, lambda depth: work.borrow(f"row sums {depth}", 2, self.width)
-            )
-            self._add_to_gradient(self.weight_name, sums_2c[0])
-            self._add_to_gradient(self.bias_name, sums_2c[1])
-        self._finished(self.bias_name, work)
-        self._finished(self.weight_name, work)
-        return residual_nc
-
-
-class RMSNorm(Layer):
+class RMSNorm(Norm):
     """Rows divided by their root mean square, then scaled (Zhang and Sennrich, 2019).
 
     Each rank computes with its own rows.  `backward` is collective over the tensor axis where rows are split in a model
@@ -131,81 +144,14 @@ class RMSNorm(Layer):
         As for `LayerNorm`.
     """
 
-    def __init__(self, name: str, width: int, *, epsilon: float = 1e-5, sequence_parallel: bool = False) -> None:
-        super().__init__(name)
-        self.width: int = width
-        self.epsilon: float = epsilon
-        self.sequence_parallel: bool = sequence_parallel
-        self.weight_name: str = f"{name}.weight"
-
-    def specs(self) -> list[ParameterSpec]:
-        return [ParameterSpec(self.weight_name, (self.width,), partial=self.sequence_parallel)]
-
-    def initialize(self, seed: int) -> None:
-        self._fill(self.weight_name, 1)
+    backward_kernel = "rms_norm_backward"
 
     def forward(self, x_nc: Array, work: Workspace) -> Array:
-        """Divide each row by its root mean square, and scale it.
-
-        Parameters
-        ----------
-        x_nc : array, shape (n, width)
-            Kept; it must stay as it is until `backward`.
-        work : Workspace
-            Memory of the micro-batch.
-
-        Returns
-        -------
-        array, shape (n, width)
-            In the memory of `work`; uint16, the bits of bfloat16, if products round it and `gives_bits` is set.
-        """
         y_nc = self._save_result(work, len(x_nc), self.width)
         scale_n = work.save(f"{self.role}.scale", len(x_nc), exact=True)
         work.kept[self.role] = x_nc, scale_n
         self.ops.rms_norm(x_nc, self.parameters[self.weight_name], y_nc, scale_n, self.epsilon)
         return y_nc
-
-    def backward(self, dy_nc: Array, work: Workspace, residual_nc: Array | None = None) -> Array:
-        """Gradient with respect to `x`, plus `residual` where given: the gradient that reaches `x` around the norm.
-
-        Parameters
-        ----------
-        dy_nc : array, shape (n, width)
-            Gradient of the loss with respect to the output.
-        work : Workspace
-            That of the forward pass.
-        residual_nc : array, shape (n, width), optional
-            Overwritten by the result.
-
-        Returns
-        -------
-        array, shape (n, width)
-            `residual_nc`, or memory of `work`.
-        """
-        x_nc, scale_n = work.kept[self.role]
-        if residual_nc is None:
-            residual_nc = work.borrow(f"{self.role}.dx", *x_nc.shape)
-            residual_nc.fill(0)
-        weight = self.parameters[self.weight_name]
-        if not self.tensor.slices.ordered:
-            dweight = self._gradient_to_add_to(self.weight_name)
-            self.ops.rms_norm_backward(dy_nc, x_nc, scale_n, weight, residual_nc, dweight)
-        else:
-
-            def sum_block(block: slice, sums_c: Array) -> None:
-                sums_c.fill(0)
-                rows = dy_nc[block], x_nc[block], scale_n[block]
-                self.ops.rms_norm_backward(*rows, weight, residual_nc[block], sums_c)
-
-            sums_c = self.tensor.sum_row_blocks(
-                work.rows, sum_block, lambda depth: work.borrow(f"row sums {depth}", self.width)
-            )
-            self._add_to_gradient(self.weight_name, sums_c)
-        self._finished(self.weight_name, work)
-        return residual_nc
-
-
-Norm = LayerNorm | RMSNorm
 
 
 # Norms of the queries and keys of each head, as Qwen3 has them.
