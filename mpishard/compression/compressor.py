@@ -176,20 +176,10 @@ class FusedCompressor(PieceCompressor):
     """
 
     def compress(self, values: Array, wire: Array) -> None:
-        if not values.size:
-            return
-        if arrays.runs_cuda(values):
-            self._compress_by_cuda(values, wire, values[:0])
-        else:
-            self._compress_on_host(values, wire, np.empty(0, values.dtype))
+        self.split(values, wire, values[:0] if arrays.runs_cuda(values) else np.empty(0, values.dtype))
 
     def decompress(self, wire: Array, values: Array) -> None:
-        if not values.size:
-            return
-        if arrays.runs_cuda(values):
-            self._decompress_by_cuda(wire, values, False)
-        else:
-            self._decompress_on_host(wire, values, False)
+        self._decompress(wire, values, False)
 
     def split(self, values: Array, wire: Array, rest: Array) -> None:
         if not values.size:
@@ -200,12 +190,15 @@ class FusedCompressor(PieceCompressor):
             self._compress_on_host(values, wire, rest)
 
     def add(self, wire: Array, total: Array) -> None:
-        if not total.size:
+        self._decompress(wire, total, True)
+
+    def _decompress(self, wire: Array, values: Array, add: bool) -> None:
+        if not values.size:
             return
-        if arrays.runs_cuda(total):
-            self._decompress_by_cuda(wire, total, True)
+        if arrays.runs_cuda(values):
+            self._decompress_by_cuda(wire, values, add)
         else:
-            self._decompress_on_host(wire, total, True)
+            self._decompress_on_host(wire, values, add)
 
     @abstractmethod
     def _compress_on_host(self, values: np.ndarray, wire: np.ndarray, rest: np.ndarray) -> None:
