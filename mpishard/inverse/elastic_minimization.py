@@ -19,7 +19,7 @@ from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
 from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.inverse.corrections import MULTIPLIERS, NUMBERS, Corrections, Course, Verdict
 from mpishard.inverse.functions import Attempts, Callback, EvaluationFailed, Functions, failure_in_words, sum_of_values
-from mpishard.inverse.mesh_run import HOW_TO_SUM, MinimizingRanks, check_identical, digest, exchange, parameters_of
+from mpishard.inverse.mesh_run import HOW_TO_SUM, MinimizingRanks, check_identical, exchange, parameters_of
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, result_of
 from mpishard.inverse.run_arguments import RunArguments
 from mpishard.inverse.run_files import expect_no_constraints, expect_same_function
@@ -247,7 +247,7 @@ class ElasticMinimization(MinimizingRanks):
             if problem is not None:
                 raise problem
             return value, failed
-        numbers = [0 if vector is None or not whole else digest(vector), failed]
+        numbers = [0 if vector is None or not whole else arrays.digest(vector), failed]
         values, facts = exchange(together, problem, value, numbers)
         if facts[:, 1].any():
             return math.inf, True
@@ -255,7 +255,7 @@ class ElasticMinimization(MinimizingRanks):
             return sum_of_values(values), False
         check_identical("values", values, _HOW_TO_DIVIDE if whole else HOW_TO_SUM)
         if whole:
-            of_groups = [digest(parts) for parts in np.ascontiguousarray(facts[:, 0]).reshape(-1, sharers)]
+            of_groups = [arrays.digest(parts) for parts in np.ascontiguousarray(facts[:, 0]).reshape(-1, sharers)]
             check_identical(f"values of {what}", np.repeat(of_groups, sharers), _HOW_TO_DIVIDE)
         return value, False
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from mpishard.arguments import shown
 from mpishard.backend import array as arrays
@@ -267,7 +266,7 @@ class Comparison:
         """
         if not self._is_due or flat is None:
             return 0, 0
-        return 0 if self._sums else digest(flat), digest(*self._parts(flat))
+        return 0 if self._sums else arrays.digest(flat), arrays.digest(*self._parts(flat))
 
     def check(self, what: str, flat: Array, hashes: np.ndarray) -> None:
         """Raise ValueError on all ranks if two differ that must not; `hashes` has a row for each rank.
@@ -291,7 +290,7 @@ class Comparison:
 
     def _replica_error(self, what: str, flat: Array, groups: Sequence[Any]) -> ValueError:
         """The error for a tensor that differs between tensor ranks.  Collective over the mesh."""
-        own = {piece.name: digest(part) for piece, part in zip(self._replicas, self._parts(flat), strict=True)}
+        own = {piece.name: arrays.digest(part) for piece, part in zip(self._replicas, self._parts(flat), strict=True)}
         by_rank = self._mesh.world.allgather_object(own)
         names = dict.fromkeys(name for each in by_rank for name in each)
         pairs = ((name, _first_difference(groups, [each.get(name) for each in by_rank])) for name in names)
@@ -351,11 +350,3 @@ def _first_difference(groups: Sequence[Any], values: Sequence[Any]) -> tuple[int
         if values[first.setdefault(group, rank)] != values[rank]:
             return first[group], rank
     return None
-
-
-def digest(*vectors: Array) -> int:
-    """A hash of vectors on the host or a device that fits int64; at least 0."""
-    hasher = xxhash.xxh3_64()
-    for vector in vectors:
-        hasher.update(np.ascontiguousarray(arrays.to_host(vector)).data)
-    return hasher.intdigest() >> 2

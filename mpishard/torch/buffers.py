@@ -174,20 +174,11 @@ class Buffers:
         """`synchronize`, unless the values are equal, whose mean may differ from them by rounding. Collective."""
         self.take_back()
         if self.mode == "average" and axis.size > 1:
-            own = self._digest()
+            own = arrays.digest(*(flat for flat, _ in self._flats))
             most, least = axis.all_reduce(np.array([own, -own], np.int64), op="max", label="control").tolist()
             if most == -least:
                 return
         self.synchronize(axis)
-
-    def _digest(self) -> int:
-        """A hash of 62 bits of the values."""
-        import xxhash  # imported at the first use, not with the package
-
-        hasher = xxhash.xxh3_64()
-        for flat, _ in self._flats:
-            hasher.update(arrays.to_host(flat).data)
-        return int(hasher.intdigest()) >> 2
 
 
 def _form_of(tensor: Any) -> str:

@@ -473,7 +473,4 @@ def _who(places: Sequence[tuple[str, int]], ranks: Sequence[int], wrong: Sequenc
 
 def _digest(array: Array, bucket: Bucket | None = None) -> int:
     """A hash of a bucket's gradient, or of a loss, that fits int64; at least 0."""
-    import xxhash  # imported at the first use, not with the package
-
-    values = np.ascontiguousarray(arrays.to_host(array))
-    return xxhash.xxh3_64_intdigest(values.data, seed=0 if bucket is None else bucket.index + 1) >> 2
+    return arrays.digest(array, seed=0 if bucket is None else bucket.index + 1)
