@@ -64,7 +64,9 @@ def with_tensors(found: Any, others: Mapping[int, Any]) -> Any:
     if is_dataclass(found):
         made = copy.copy(found)
         for each in fields(found):
-            setattr(made, each.name, with_tensors(getattr(found, each.name), others))
+            if hasattr(found, each.name):  # a field may have no value
+                value = with_tensors(getattr(found, each.name), others)
+                (object.__setattr__ if made.__dataclass_params__.frozen else setattr)(made, each.name, value)
         return made
     return found
 

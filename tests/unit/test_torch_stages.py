@@ -197,6 +197,13 @@ def test_tensors_are_replaced_where_they_are():
     assert found[0] is z and found[2] is z and found[1][0]["a"] is y
     assert with_tensors([y], {id(x): z})[0] is y
 
+    @dataclasses.dataclass(frozen=True)
+    class Fixed:
+        x: object
+        unset: object = dataclasses.field(init=False)
+
+    assert with_tensors(Fixed(x), {id(x): z}).x is z
+
 
 # Passes.
 
