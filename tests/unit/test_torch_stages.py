@@ -327,6 +327,19 @@ def test_products_for_weights_come_later(rows):
         torch.testing.assert_close(own.grad, theirs.grad, rtol=0, atol=1e-12)
 
 
+def test_products_for_complex_weights_are_those_of_pytorch():
+    layers, products = [torch.nn.Linear(3, 3, dtype=torch.complex128) for _ in range(2)], WeightProducts()
+    whole, module = (torch.nn.Sequential(*copy.deepcopy(layers)) for _ in range(2))
+    x = torch.randn(4, 3, dtype=torch.complex128)
+    whole(x).abs().square().sum().backward()
+    with products:
+        loss = module(x).abs().square().sum()
+    loss.backward()
+    products.add()
+    for own, theirs in zip(module.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, theirs.grad, rtol=0, atol=1e-12)
+
+
 def test_a_message_and_its_gradients_are_adjoint():
     """Between ranks, at an odd size: of what is sent and what comes back; a layer overwrites what it gets."""
     (_, _), (staged, chunk) = both_ranks("sequential")
