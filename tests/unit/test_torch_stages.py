@@ -370,6 +370,36 @@ def test_micro_batches_of_a_whole_module(mesh):
     assert_same_parameters(module, whole, atol=1e-12)
 
 
+class Named(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return {"y": y, "parts": [y.mean(), y.mean()]}
+
+
+class TakenApart(torch.nn.Module):
+    """Code around the layers takes out what they have returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = torch.nn.Embedding(WORDS, WORDS)
+        self.layers = torch.nn.ModuleList(Named(WORDS, WORDS) for _ in range(2))
+
+    def forward(self, words):
+        x = self.tokens(words)
+        for layer in self.layers:
+            found = layer(x)
+            assert found["parts"].pop() is not None and len(found["parts"]) == 1
+            x = found.pop("y")
+        return x
+
+
+def test_code_around_the_layers_may_change_what_they_return(mesh):
+    whole, module = fresh(kind=TakenApart), fresh(kind=TakenApart)
+    optimizer = virtual_stages(module, mesh, 2)
+    loss = optimizer.loss_and_gradient(loss_of, words_of(0))
+    assert loss == pytest.approx(loss_of(whole, words_of(0)).item(), abs=1e-12)
+
+
 def test_a_pass_without_values_leaves_the_buffers_of_the_module(mesh):
     module = made("sequential")
     module.register_buffer("calls", torch.zeros(()))
