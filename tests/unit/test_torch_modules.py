@@ -47,6 +47,15 @@ def sharing():
     return module(one=torch.nn.Parameter(memory[:3]), other=torch.nn.Parameter(memory[2:]))
 
 
+def within(table):
+    """A parameter to train in the memory of another tensor, in which another one begins before."""
+    made, memory = module(), torch.zeros(4)
+    getattr(made, table)["other"] = torch.nn.Parameter(memory, requires_grad=False)
+    made.register_buffer("early", memory[:1])
+    made.one = torch.nn.Parameter(memory[2:])
+    return made
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
@@ -60,6 +69,8 @@ def sharing():
         (lambda: torch.nn.LazyLinear(3), ValueError, "'weight' is not initialized"),
         (transposed, ValueError, r"'t' is not contiguous: .*\(2, 3\), .*\(1, 2\)"),
         (sharing, ValueError, "'one' and 'other' .*share memory"),
+        (lambda: within("_parameters"), ValueError, "'other' and 'one' share memory"),
+        (lambda: within("_buffers"), ValueError, "'other' and 'one' share memory"),
         (lambda: torch.nn.Sequential(module(), torch.nn.SyncBatchNorm(2)), ValueError, BATCH_NORM),
         (
             lambda: torch.nn.Sequential(torch.nn.Embedding(3, 2, max_norm=1)),
