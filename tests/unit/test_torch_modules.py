@@ -305,6 +305,32 @@ def test_optimizers_whose_steps_cannot_be_divided(kind, options, message):
             optimizer.step()
 
 
+class Normed(torch.optim.Optimizer):
+    """Scales the step of a tensor by its norm, as one of layers does; `power` is in no group."""
+
+    def __init__(self, params, lr=0.1, power=1):
+        super().__init__(params, {"lr": lr})
+        self.power = power
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad * (1 + p.norm()) ** self.power
+
+
+def test_attributes_of_an_optimizer_decide_its_divided_steps():
+    ours = module()
+    theirs = copy.deepcopy(ours)
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        optimizer = mpishard.torch.as_distributed(ours, mesh, Normed(ours.parameters(), power=3), zero=1)
+        alone = Normed(theirs.parameters(), power=3)
+        for each, step in ((ours, optimizer), (theirs, alone)):
+            backward(each)
+            step.step()
+    torch.testing.assert_close([*ours.parameters()], [*theirs.parameters()])
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
