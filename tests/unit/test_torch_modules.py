@@ -642,6 +642,22 @@ def test_gradients_of_another_dtype_wait_for_the_error_of_the_step():
             optimizer.step()
 
 
+@pytest.mark.parametrize("how", ["assigned", "moved"])
+def test_parameters_that_are_others_now_are_neither_saved_nor_loaded(how, tmp_path):
+    """The file would have those of before, and what is read from it would not come to the module."""
+    made = module()
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        optimizer = mpishard.torch.as_distributed(made, mesh, mpishard.SGD(lr=0.1))
+        optimizer.save_checkpoint(tmp_path)
+        if how == "assigned":
+            made.load_state_dict({name: each + 1 for name, each in made.state_dict().items()}, assign=True)
+        else:
+            made.weight.data = made.weight.data + 1
+        for use in (optimizer.save_checkpoint, optimizer.load_checkpoint):
+            with pytest.raises(ValueError, match="'weight' (is another Parameter|was replaced)"):
+                use(tmp_path)
+
+
 class NormWithActivation(torch.nn.BatchNorm1d):
     def forward(self, x):
         return super().forward(x).relu()
