@@ -709,6 +709,14 @@ def test_equal_buffers_are_not_averaged_again():
     assert torch.allclose(tensor, before + 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_buffers_of_half_precision_are_averaged(dtype):
+    tensor, axis = torch.arange(4).to(dtype), ThreeRanks()
+    axis.others = 3.0
+    Buffers({"x": tensor}, "average").synchronize(axis)
+    assert torch.equal(tensor, torch.arange(2, 6).to(dtype))
+
+
 def test_a_tensor_of_several_dimensions_can_be_the_start_of_a_minimisation():
     result = mpishard.minimize(lambda x: (float((x - 1) @ (x - 1)), 2 * (x - 1)), torch.zeros(2, 3))
     assert result.success and np.allclose(result.x, 1)
