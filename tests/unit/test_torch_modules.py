@@ -642,6 +642,21 @@ def test_gradients_of_another_dtype_wait_for_the_error_of_the_step():
             optimizer.step()
 
 
+@pytest.mark.parametrize("zero", [0, 2])
+def test_hooks_that_come_later_change_the_gradient_that_is_taken(zero):
+    made = module()
+    before = made.bias.detach().clone()
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        optimizer = mpishard.torch.as_distributed(made, mesh, mpishard.SGD(lr=1.0), zero=zero)
+        made.bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", 2 * p.grad))
+        made(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(made.bias.detach(), before - 2)
+        made.bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        with pytest.raises(RuntimeError, match="a hook on parameter 'bias' has set p.grad to None"):
+            made(torch.ones(1, 3)).sum().backward()
+
+
 @pytest.mark.parametrize("how", ["assigned", "moved"])
 def test_parameters_that_are_others_now_are_neither_saved_nor_loaded(how, tmp_path):
     """The file would have those of before, and what is read from it would not come to the module."""
