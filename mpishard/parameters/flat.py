@@ -55,6 +55,9 @@ class CarriedState:
         `step` compares the ranks.
         """
 
+    def check_parameters(self) -> None:
+        """Raise ValueError if the model has other parameters than those of the flat array, which a save would miss."""
+
     def check_split(self, tensor: int, pipeline: int) -> None:
         """Raise ValueError if the model cannot be made for a mesh of so many tensor and pipeline ranks."""
 

@@ -13,7 +13,7 @@ import torch
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.layout.run_state import brief
-from mpishard.torch.memory import array_module, as_tensor, finish_stream
+from mpishard.torch.memory import array_module, as_array, as_tensor, finish_stream
 
 Array = Any
 
@@ -81,7 +81,7 @@ class Buffers:
         for tensor in self._tensors.values():
             if tensor.numel():
                 by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        self._flats: list[tuple[Array, bool]] = [_flattened(each) for each in by_dtype.values()]
+        self._flats: list[tuple[Array, Any]] = [_flattened(each) for each in by_dtype.values()]
 
     @property
     def facts(self) -> dict[str, np.ndarray]:
@@ -161,12 +161,20 @@ class Buffers:
         if self.mode == "local" or axis.size == 1:
             return
         ranks = range(axis.size) if self.ranks is None else self.ranks
-        for flat, floating in self._flats:
-            if self.mode == "average" and floating:
+        for flat, dtype in self._flats:
+            if self.mode == "average" and dtype.is_floating_point:
                 if axis.rank not in ranks:
                     flat[...] = 0
-                axis.all_reduce(flat, label="buffers")
-                flat /= len(ranks)
+                sums = flat
+                if dtype not in _FLOATS:  # MPI adds up no shorter ones
+                    wide = as_tensor(flat).view(dtype).float()
+                    finish_stream(wide)
+                    sums = as_array(wide)
+                axis.all_reduce(sums, label="buffers")
+                sums /= len(ranks)
+                if sums is not flat:
+                    arrays.ready(sums)
+                    as_tensor(flat).view(dtype).copy_(as_tensor(sums))
             else:
                 axis.broadcast(flat, root=ranks[0], label="buffers")
 
@@ -195,8 +203,8 @@ def _are_in(facts: Mapping[str, Any]) -> bool:
     return any(name.startswith(_FACT.format("")) for name in facts)
 
 
-def _flattened(tensors: Sequence[Any]) -> tuple[Array, bool]:
-    """Move tensors of one dtype into one flat array; returns it, and True if its values can be averaged."""
+def _flattened(tensors: Sequence[Any]) -> tuple[Array, Any]:
+    """Move tensors of one dtype into one flat array; returns it, and the dtype."""
     first = tensors[0]
     floating = first.dtype in _FLOATS
     size = sum(tensor.numel() for tensor in tensors)
@@ -211,7 +219,7 @@ def _flattened(tensors: Sequence[Any]) -> tuple[Array, bool]:
         view.copy_(tensor.detach())
         tensor.data = view
         start += tensor.numel()
-    return memory, floating
+    return memory, first.dtype
 
 
 def as_fact(tensor: Any) -> np.ndarray:

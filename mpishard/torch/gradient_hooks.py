@@ -103,6 +103,11 @@ class GradientHooks:
 
         None if the parameter was replaced: the step says so, on all ranks.
         """
+        if p.grad is None:
+            raise RuntimeError(
+                f"a hook on parameter {name!r} has set p.grad to None, and a step takes all gradients: for a gradient "
+                "of zero let it call p.grad.zero_()"
+            )
         view, adds = self._memory_of(name)
         memory, gradient = as_tensor(view), p.grad.detach()
         if gradient.layout is not torch.strided:

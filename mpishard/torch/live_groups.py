@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -14,7 +16,7 @@ import torch
 
 from mpishard.comm.agreement import fingerprint
 from mpishard.optim import Rule
-from mpishard.torch.torch_steps import REMEDY, STEP_KEY, Division, arguments_of, check_step, division_of
+from mpishard.torch.torch_steps import NOTES, REMEDY, STEP_KEY, Division, arguments_of, check_step, division_of
 
 # How a step is computed, which does not change its result: not compared, and not restored.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
@@ -133,6 +135,8 @@ class LiveGroups(ParameterGroups):
         super().__init__(f"this {kind.__name__}", groups, optimizer.defaults)
         self._arguments = [name for name in groups[0] if name in arguments_of(kind) and name != "params"]
         self._options = [name for name in self._arguments if name not in _HOW]
+        if divides:
+            self.kind = _with_attributes(optimizer, self.arguments(0))
         # By name of a parameter the number of its group.
         self.number_of: dict[str, int] = {
             names[id(p)]: number for number, group in enumerate(groups) for p in group["params"] if id(p) in names
@@ -256,6 +260,31 @@ class LiveGroups(ParameterGroups):
                 f"{_listed(before)}; set such options before as_distributed"
             )
         self._known.add(self._switches(number))
+
+
+def _with_attributes(optimizer: Any, arguments: Mapping[str, Any]) -> Any:
+    """The class of an optimizer; where it has attributes that its groups lack, one whose optimizers have them, too."""
+    kind: Any = type(optimizer)
+    own = {name: each for name, each in vars(optimizer).items() if name not in NOTES}
+    with contextlib.suppress(Exception):  # which a probe reports
+        made = vars(kind([torch.zeros(1)], **arguments))
+        plain = [(name, each) for name, each in own.items() if each is None or isinstance(each, float | int | str)]
+        if other := [(name, each) for name, each in plain if name not in made or made[name] != each]:
+            return _keeping(kind, tuple(other))
+    return kind
+
+
+@functools.cache
+def _keeping(kind: Any, attributes: tuple[tuple[str, Any], ...]) -> Any:
+    """A class whose optimizers have these attributes from the beginning."""
+
+    def initialize(self: Any, *args: Any, **arguments: Any) -> None:
+        kind.__init__(self, *args, **arguments)
+        vars(self).update(attributes)
+
+    names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    code = {"__init__": initialize, "__signature__": inspect.signature(kind)}
+    return type(kind)(kind.__name__, (kind,), {**names, **code})
 
 
 class FollowsGroups(Rule):

@@ -93,9 +93,11 @@ class LoopHooks(GradientHooks):
         self._kept: dict[str, tuple[Any, int | None]] = {}
         # What was taken out of ``p.grad`` in the pass under way, for gradients that have not come yet.
         self._taken_out: dict[str, Any] = {}
+        self._places: dict[str, int] = {}  # of the hooks that take gradients, among those on each parameter
 
     def attach(self) -> None:
         super().attach()
+        self._places = {name: handle.id for name, handle in zip(self.tensors, self._handles, strict=True)}
         for name, p in self.tensors.items():
             self._handles.append(p.register_hook(partial(self._make_room, name, p)))
 
@@ -177,6 +179,9 @@ class LoopHooks(GradientHooks):
         if task != self._pass:
             self.follow_drop()
             self._pass = task
+        hooks, place = p._post_accumulate_grad_hooks, self._places[name]
+        if next(reversed(hooks)) != place:  # one of the user's has come since, and would change what has been taken
+            hooks[place] = hooks.pop(place)
 
     def _take_out(self, name: str, p: Any) -> None:
         """Empty ``p.grad``, so that autograd does not add to it; what was there comes back if no gradient comes."""

@@ -365,13 +365,9 @@ class ModuleState(CarriedState):
         self.check_not_summoned("a step")
         if self.cuts is not None and self.cuts.problem is not None:
             raise self.cuts.problem
+        self.check_parameters()
         with torch._C.DisableTorchFunctionSubclass():  # parameters freed under zero=3 have Python functions
-            for name, p, memory in self._memory:
-                if self._memory_of(name, p) != memory:
-                    raise ValueError(
-                        f"the memory of parameter {name!r} was replaced after the module was made distributed, as "
-                        f"module.to(...), load_state_dict(assign=True) and p.data = ... do; do that {_WHEN}"
-                    )
+            for name, p in self._trained.items():
                 if not p.requires_grad:
                     raise ValueError(
                         f"parameter {name!r} was frozen after the module was made distributed; freeze {_WHEN}"
@@ -382,13 +378,25 @@ class ModuleState(CarriedState):
                         f"parameter {name!r} was frozen when the module was made distributed, and requires a gradient "
                         f"now; set requires_grad {_WHEN}"
                     )
+        self.hooks.take_changes()
+        self.buffers.take_back()
+
+    def check_parameters(self) -> None:
+        """Raise ValueError if parameters were added, removed, replaced or moved since the start."""
+        if self._let_go:
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # parameters freed under zero=3 have Python functions
+            for name, p, memory in self._memory:
+                if self._memory_of(name, p) != memory:
+                    raise ValueError(
+                        f"the memory of parameter {name!r} was replaced after the module was made distributed, as "
+                        f"module.to(...), load_state_dict(assign=True) and p.data = ... do; do that {_WHEN}"
+                    )
         for table, before in self._tables:
             if len(table) != len(before) or any(
                 table.get(name) is not each for name, each in before
             ):  # tensors have no truth value
                 raise ValueError(f"the module was changed after it was made distributed: {self._changes()}")
-        self.hooks.take_changes()
-        self.buffers.take_back()
 
     def _changes(self) -> str:
         """A text that names the parameters that are new or gone."""

@@ -65,8 +65,9 @@ class ModuleTensors:
             raise ValueError(f"this {type(module).__name__} has no parameter to train: {frozen}")
         _check_values(named, on_meta)
         _check_dtypes(trained)
-        _check_memory(trained)
+        _check_contiguous(trained)
         others = {name: p for name, p in named.items() if not p.requires_grad}
+        _check_memory(trained, {**others, **{plain_name(name): each for name, each in module.named_buffers()}})
         return cls(trained, others, {plain_name(name): buffer for name, buffer in persistent_buffers(module)})
 
     @property
@@ -146,8 +147,8 @@ def _check_dtypes(trained: dict[str, Any]) -> None:
         )
 
 
-def _check_memory(trained: dict[str, Any]) -> None:
-    """Raise ValueError unless each parameter is contiguous, in any of PyTorch's formats, and shares no memory."""
+def _check_contiguous(trained: dict[str, Any]) -> None:
+    """Raise ValueError unless each parameter is contiguous, in any of PyTorch's formats."""
     for name, p in trained.items():
         formats = [torch.contiguous_format, *_SPECIAL_FORMATS.get(p.dim(), [])]
         if not any(p.is_contiguous(memory_format=each) for each in formats):
@@ -155,14 +156,25 @@ def _check_memory(trained: dict[str, Any]) -> None:
                 f"parameter {name!r} is not contiguous: shape {tuple(p.shape)}, strides {p.stride()}; "
                 "p.data = p.data.contiguous() before"
             )
-    placed = {name: p for name, p in trained.items() if p.device.type != "meta"}
-    ranges = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name) for name, p in placed.items())
-    for (_, stop, first), (start, _, second) in zip(ranges, ranges[1:], strict=False):
-        if start < stop:
-            raise ValueError(
-                f"parameters {first!r} and {second!r} are two that share memory; share the Parameter itself, as "
-                "second.weight = first.weight does"
-            )
+
+
+def _check_memory(trained: dict[str, Any], others: dict[str, Any]) -> None:
+    """Raise ValueError if a trained parameter shares memory with another, or with one of the others."""
+    ranges = []
+    for name, each in {**others, **trained}.items():
+        if type(each.data) is torch.Tensor and each.layout is torch.strided and each.device.type != "meta":
+            last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
+            start = each.data_ptr()
+            ranges.append((start, start + (last + 1) * each.element_size() if each.numel() else start, name))
+    ends = {True: (0, ""), False: (0, "")}  # where the memory of trained ones, and of others, ends so far
+    for start, stop, name in sorted(ranges):
+        for is_trained, (end, first) in ends.items():
+            if start < end and (is_trained or name in trained):
+                raise ValueError(
+                    f"{first!r} and {name!r} share memory, and a parameter that is trained has its own here: share the "
+                    "Parameter itself, as second.weight = first.weight does, or make one of them a clone()"
+                )
+        ends[name in trained] = max(ends[name in trained], (stop, name))
 
 
 def _listed(tensors: dict[str, Any]) -> str:

@@ -64,7 +64,9 @@ def with_tensors(found: Any, others: Mapping[int, Any]) -> Any:
     if is_dataclass(found):
         made = copy.copy(found)
         for each in fields(found):
-            setattr(made, each.name, with_tensors(getattr(found, each.name), others))
+            if hasattr(found, each.name):  # a field may have no value
+                value = with_tensors(getattr(found, each.name), others)
+                (object.__setattr__ if made.__dataclass_params__.frozen else setattr)(made, each.name, value)
         return made
     return found
 
@@ -206,11 +208,10 @@ class Returned:
         self._places = {id(others[key]): places[key] for key in others if key in places}
 
     def in_call(self, args: Any) -> Any:
-        """What it returns in a call with these arguments."""
-        if not self._places:
-            return self._outputs
+        """What it returns in a call with these arguments, in containers that the code around it may change."""
         tensors = list(tensors_in(args))
-        return with_tensors(self._outputs, {key: tensors[place] for key, place in self._places.items()})
+        others = {id(each): each for each in tensors_in(self._outputs)}
+        return with_tensors(self._outputs, others | {key: tensors[place] for key, place in self._places.items()})
 
 
 class Inputs:

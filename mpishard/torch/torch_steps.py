@@ -31,7 +31,7 @@ REMEDY = (
 _SCALES = (1.0, 1.0, 1e-3, 1e3, 1.0, 1e6, 1e-6, 1.0)
 _GROUP, _ATTRIBUTE = "param_groups[0][{!r}]", "its attribute {!r}"  # where a value is, for messages
 # Attributes in which PyTorch notes that a step was taken, and that kernels of ``fused=True`` can take the tensors.
-_NOTES = ("_opt_called", "_need_device_dtype_check_for_fused")
+NOTES = ("_opt_called", "_need_device_dtype_check_for_fused")
 _NUMBER = (bool, int, float, str)  # what a group brings back from a saved state
 _PLAIN = (*_NUMBER, list, tuple, type(None))
 _layouts: dict[Any, dict[str, Any]] = {}  # what `_layout_of` has found
@@ -78,7 +78,7 @@ def _values_besides(optimizer: Any) -> dict[tuple[str, str], Any]:
     """What an optimizer of one group keeps in addition to its state: values of the group, and its own attributes."""
     (group,) = optimizer.param_groups
     found = {(_GROUP, name): each for name, each in group.items() if name != "params"}
-    found |= {(_ATTRIBUTE, name): each for name, each in vars(optimizer).items() if name not in _NOTES}
+    found |= {(_ATTRIBUTE, name): each for name, each in vars(optimizer).items() if name not in NOTES}
     plain = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in found.items()}
     return {key: copy.copy(value) for key, value in plain.items() if isinstance(value, _PLAIN)}
 

@@ -48,7 +48,7 @@ class WeightProducts(TorchFunctionMode):
         """Add the products to the gradients of the weights."""
         products: dict[Any, Any] = {}
         for weight, dy, x in self._factors:
-            product = dy.t() @ x
+            product = dy.t() @ x.conj()  # which real ones are themselves
             products[weight] = products[weight] + product if weight in products else product
         self._factors.clear()
         if products:
@@ -69,6 +69,6 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Any) -> tuple[None, Any, Any, None, None]:
         x, weight = ctx.saved_tensors
         ctx.note(dy, x)
-        dx = dy @ weight if ctx.needs_input_grad[1] else None
+        dx = dy @ weight.conj() if ctx.needs_input_grad[1] else None
         dbias = dy.sum(0) if ctx.needs_input_grad[2] else None
         return None, dx, dbias, None, None

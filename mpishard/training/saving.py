@@ -81,6 +81,8 @@ def save_checkpoint(
         check_facts(facts)
         named = _named(parameters, optimizer)
         check_place(named, optimizer.mesh)
+        if named.carried is not None:
+            named.carried.check_parameters()
         same |= {"folder": str(folder), "keep": keep, "facts": sorted(facts)}
         same |= {"compression": compression, "virtual": virtual}
     agree_on_step(optimizer.world, named, None, None, optimizer.settings)
@@ -151,6 +153,8 @@ def load_checkpoint(
             raise ValueError(f"mesh={shown(given)} is not that of the optimizer; leave it out")
         named = _named(parameters, optimizer)
         check_place(named, mesh)
+        if named.carried is not None:
+            named.carried.check_parameters()
         same |= {"folder": str(folder), "optimizer": optimizer is not None}
     agree_on_step(mesh.world, named, None, None, None if optimizer is None else optimizer.settings)
     if optimizer is not None:

@@ -47,6 +47,15 @@ def sharing():
     return module(one=torch.nn.Parameter(memory[:3]), other=torch.nn.Parameter(memory[2:]))
 
 
+def within(table):
+    """A parameter to train in the memory of another tensor, in which another one begins before."""
+    made, memory = module(), torch.zeros(4)
+    getattr(made, table)["other"] = torch.nn.Parameter(memory, requires_grad=False)
+    made.register_buffer("early", memory[:1])
+    made.one = torch.nn.Parameter(memory[2:])
+    return made
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
@@ -60,6 +69,8 @@ def sharing():
         (lambda: torch.nn.LazyLinear(3), ValueError, "'weight' is not initialized"),
         (transposed, ValueError, r"'t' is not contiguous: .*\(2, 3\), .*\(1, 2\)"),
         (sharing, ValueError, "'one' and 'other' .*share memory"),
+        (lambda: within("_parameters"), ValueError, "'other' and 'one' share memory"),
+        (lambda: within("_buffers"), ValueError, "'other' and 'one' share memory"),
         (lambda: torch.nn.Sequential(module(), torch.nn.SyncBatchNorm(2)), ValueError, BATCH_NORM),
         (
             lambda: torch.nn.Sequential(torch.nn.Embedding(3, 2, max_norm=1)),
@@ -292,6 +303,32 @@ def test_optimizers_whose_steps_cannot_be_divided(kind, options, message):
             optimizer = mpishard.torch.as_distributed(made, mesh, theirs, zero=1)
             backward(made)
             optimizer.step()
+
+
+class Normed(torch.optim.Optimizer):
+    """Scales the step of a tensor by its norm, as one of layers does; `power` is in no group."""
+
+    def __init__(self, params, lr=0.1, power=1):
+        super().__init__(params, {"lr": lr})
+        self.power = power
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad * (1 + p.norm()) ** self.power
+
+
+def test_attributes_of_an_optimizer_decide_its_divided_steps():
+    ours = module()
+    theirs = copy.deepcopy(ours)
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        optimizer = mpishard.torch.as_distributed(ours, mesh, Normed(ours.parameters(), power=3), zero=1)
+        alone = Normed(theirs.parameters(), power=3)
+        for each, step in ((ours, optimizer), (theirs, alone)):
+            backward(each)
+            step.step()
+    torch.testing.assert_close([*ours.parameters()], [*theirs.parameters()])
 
 
 @pytest.mark.parametrize(
@@ -605,6 +642,37 @@ def test_gradients_of_another_dtype_wait_for_the_error_of_the_step():
             optimizer.step()
 
 
+@pytest.mark.parametrize("zero", [0, 2])
+def test_hooks_that_come_later_change_the_gradient_that_is_taken(zero):
+    made = module()
+    before = made.bias.detach().clone()
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        optimizer = mpishard.torch.as_distributed(made, mesh, mpishard.SGD(lr=1.0), zero=zero)
+        made.bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", 2 * p.grad))
+        made(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(made.bias.detach(), before - 2)
+        made.bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        with pytest.raises(RuntimeError, match="a hook on parameter 'bias' has set p.grad to None"):
+            made(torch.ones(1, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("how", ["assigned", "moved"])
+def test_parameters_that_are_others_now_are_neither_saved_nor_loaded(how, tmp_path):
+    """The file would have those of before, and what is read from it would not come to the module."""
+    made = module()
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        optimizer = mpishard.torch.as_distributed(made, mesh, mpishard.SGD(lr=0.1))
+        optimizer.save_checkpoint(tmp_path)
+        if how == "assigned":
+            made.load_state_dict({name: each + 1 for name, each in made.state_dict().items()}, assign=True)
+        else:
+            made.weight.data = made.weight.data + 1
+        for use in (optimizer.save_checkpoint, optimizer.load_checkpoint):
+            with pytest.raises(ValueError, match="'weight' (is another Parameter|was replaced)"):
+                use(tmp_path)
+
+
 class NormWithActivation(torch.nn.BatchNorm1d):
     def forward(self, x):
         return super().forward(x).relu()
@@ -654,6 +722,14 @@ def test_equal_buffers_are_not_averaged_again():
     axis.others = 3.0
     buffers.consolidate(axis)
     assert torch.allclose(tensor, before + 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_buffers_of_half_precision_are_averaged(dtype):
+    tensor, axis = torch.arange(4).to(dtype), ThreeRanks()
+    axis.others = 3.0
+    Buffers({"x": tensor}, "average").synchronize(axis)
+    assert torch.equal(tensor, torch.arange(2, 6).to(dtype))
 
 
 def test_a_tensor_of_several_dimensions_can_be_the_start_of_a_minimisation():

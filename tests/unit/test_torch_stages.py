@@ -197,6 +197,13 @@ def test_tensors_are_replaced_where_they_are():
     assert found[0] is z and found[2] is z and found[1][0]["a"] is y
     assert with_tensors([y], {id(x): z})[0] is y
 
+    @dataclasses.dataclass(frozen=True)
+    class Fixed:
+        x: object
+        unset: object = dataclasses.field(init=False)
+
+    assert with_tensors(Fixed(x), {id(x): z}).x is z
+
 
 # Passes.
 
@@ -320,6 +327,19 @@ def test_products_for_weights_come_later(rows):
         torch.testing.assert_close(own.grad, theirs.grad, rtol=0, atol=1e-12)
 
 
+def test_products_for_complex_weights_are_those_of_pytorch():
+    layers, products = [torch.nn.Linear(3, 3, dtype=torch.complex128) for _ in range(2)], WeightProducts()
+    whole, module = (torch.nn.Sequential(*copy.deepcopy(layers)) for _ in range(2))
+    x = torch.randn(4, 3, dtype=torch.complex128)
+    whole(x).abs().square().sum().backward()
+    with products:
+        loss = module(x).abs().square().sum()
+    loss.backward()
+    products.add()
+    for own, theirs in zip(module.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, theirs.grad, rtol=0, atol=1e-12)
+
+
 def test_a_message_and_its_gradients_are_adjoint():
     """Between ranks, at an odd size: of what is sent and what comes back; a layer overwrites what it gets."""
     (_, _), (staged, chunk) = both_ranks("sequential")
@@ -348,6 +368,36 @@ def test_micro_batches_of_a_whole_module(mesh):
         optimizer.loss(lambda module, words: module(words).sum((1, 2)), words_of(0)[:, :3].repeat(3, 1))
     optimizer.close()
     assert_same_parameters(module, whole, atol=1e-12)
+
+
+class Named(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return {"y": y, "parts": [y.mean(), y.mean()]}
+
+
+class TakenApart(torch.nn.Module):
+    """Code around the layers takes out what they have returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = torch.nn.Embedding(WORDS, WORDS)
+        self.layers = torch.nn.ModuleList(Named(WORDS, WORDS) for _ in range(2))
+
+    def forward(self, words):
+        x = self.tokens(words)
+        for layer in self.layers:
+            found = layer(x)
+            assert found["parts"].pop() is not None and len(found["parts"]) == 1
+            x = found.pop("y")
+        return x
+
+
+def test_code_around_the_layers_may_change_what_they_return(mesh):
+    whole, module = fresh(kind=TakenApart), fresh(kind=TakenApart)
+    optimizer = virtual_stages(module, mesh, 2)
+    loss = optimizer.loss_and_gradient(loss_of, words_of(0))
+    assert loss == pytest.approx(loss_of(whole, words_of(0)).item(), abs=1e-12)
 
 
 def test_a_pass_without_values_leaves_the_buffers_of_the_module(mesh):
