@@ -359,6 +359,7 @@ WRONG = [
     ({"maxcg": 3}, TypeError, "'maxcg'.*tr_options"),
     ({"max_n": 3}, TypeError, "unexpected keyword argument 'max_n'$"),
     ({"x0": [np.nan, 1]}, ValueError, "finite"),
+    ({"x0": [1, 1e160]}, ValueError, "x0 has an element of 1e\\+160.*units"),
     ({"fun": lambda x: np.array([np.nan, 1.0])}, ValueError, "not finite at x0"),
     ({"fun": lambda x: x[:, None] * x}, ValueError, "one dimension"),
     ({"fun": lambda x: ["a", "b"]}, TypeError, "real numbers"),
