@@ -231,7 +231,9 @@ def test_operators_may_share_an_array():
 
 def test_a_prior_keeps_its_numbers():
     variance = np.ones(3)
-    priors = DiagonalPrior(variance, mean=variance), OperatorPrior(abs, abs, variance=variance, mean=variance)
+    about = {"mean": variance}
+    grid = mpishard.BiLaplacianPrior((3,), correlation_length=1.0, standard_deviation=variance, **about)
+    priors = DiagonalPrior(variance, **about), OperatorPrior(abs, abs, variance=variance, **about), grid
     variance[:] = 4
     for prior in priors:
         assert prior.mean.tolist() == prior.variance().tolist() == [1, 1, 1]
