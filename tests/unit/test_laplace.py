@@ -333,6 +333,7 @@ def test_bad_arguments(hessp, more, words):
         (lambda: laplace(POINT, None, DiagonalPrior(1.0)), "hessp=None"),
         (lambda: laplace(POINT, linear, 3.0), "prior=3.0.*DiagonalPrior"),
         (lambda: laplace("x", linear, DiagonalPrior(1.0)), "x0 must be"),
+        (lambda: laplace(None, linear, DiagonalPrior(1.0)), "result=None"),
         (lambda: DiagonalPrior(None), "variance=None"),
         (lambda: OperatorPrior(3, COVARIANCE.__matmul__), "precision=3"),
         (lambda: laplace(POINT, linear, DiagonalPrior(1.0), seed=0.5), "seed=0.5"),
