@@ -206,6 +206,8 @@ def test_norms_of_groups_have_their_formula() -> None:
     assert (off.x == 0.1).sum() > 5 and "groups are exactly at its reference" in off.message
     nothing = GroupL1(1.0, groups=[], name="a")  # as on a rank without elements
     assert nothing.value({"a": np.zeros(0), "b": np.ones(2)}) == 0
+    far = GroupL1([0.0, 1.0], groups=[0, 0, 1, 1])  # as small beside the other group as its rounding
+    assert far.value([3e20, 4e20, 3.0, 4.0]) == 5.0 and far.value([3.0, 4.0, 0.0, 0.0]) == 0.0
 
 
 @pytest.mark.parametrize("bounds", [None, (0.0, 0.6), (-0.3, 2.0)])
