@@ -63,6 +63,11 @@ class Leaf:
     def spec(self) -> ParameterSpec:
         return ParameterSpec(self.name, (*self.shape, 2) if self.is_complex else self.shape)
 
+    def expect_real(self, kind: str) -> None:
+        """Raise TypeError if the array is complex, which no term of this class takes."""
+        if self.is_complex:
+            raise TypeError(f"{kind} is for real numbers, and x0 is complex; give its parts as two arrays")
+
 
 class Tree:
     """The structure of a tree: its containers, and the leaves in the order of the flat array.

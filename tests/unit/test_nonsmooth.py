@@ -390,6 +390,23 @@ def test_what_is_refused(call: Callable[[], Any], words: str) -> None:
         call()
 
 
+@pytest.mark.parametrize(
+    ("term", "expected"),
+    [
+        (L1({"a": 0.25}), [0, 0.75, 1.75]),
+        (TotalVariation(0.25, name="a"), [0.25, 1, 1.75]),
+        (GroupL1(1.0, axis=0, name="a"), np.arange(3) * (1 - 5**-0.5)),
+    ],
+)
+def test_a_real_array_beside_a_complex_one(term: Any, expected: Any) -> None:
+    def fun(t: dict[str, Any]) -> tuple[float, Any]:
+        off = {"a": t["a"] - np.arange(3.0), "z": t["z"] - 1j}
+        return 0.5 * float(sum((abs(each) ** 2).sum() for each in off.values())), off
+
+    found = minimize(regularized(fun, term), {"a": np.zeros(3), "z": np.zeros(2, complex)}, options=TIGHT)
+    assert found.success and np.allclose(found.x["z"], 1j) and np.allclose(found.x["a"], expected, atol=1e-5)
+
+
 def test_the_rest_of_a_function_is_checked() -> None:
     check = check_gradient(regularized(squares, TotalVariation(100.0)), ZEROS + 1, disp=False)
     assert check.passed and "without the TotalVariation terms" in check.verdict and check.value == 6
