@@ -301,7 +301,9 @@ def _reals(array: Array, dtype: np.dtype) -> Array:
 
 
 def _is_number(value: Any) -> bool:
-    return not hasattr(value, "keys") and np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biuf"
+    if hasattr(value, "keys") or isinstance(value, list | tuple):  # whose arrays may be of several shapes
+        return False
+    return np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biuf"
 
 
 def _repeated(what: str, value: Any, leaf: Leaf) -> Any:
