@@ -15,6 +15,8 @@ import mpishard
 from mpishard import least_squares
 from mpishard.comm.errors import OneRank
 from mpishard.inverse.residuals import LOSSES, GaussNewtonFunctions, Loss, ResidualFunctions
+from mpishard.minimizers.method import ELEMENTS, check_metadata
+from mpishard.minimizers.newton import GaussNewton
 
 # `least_squares` on one process: SciPy's answers in about as many evaluations, its arguments and its errors.
 
@@ -395,6 +397,11 @@ WRONG = [
 def test_bad_input_raises_one_clear_error(change, error, text):
     with pytest.raises(error, match=text):
         least_squares(**({"fun": rosenbrock, "x0": [0.5, 0.5]} | change))
+
+
+def test_scales_of_another_start_are_named():
+    with pytest.raises(ValueError, match="x_scale='jac' the same x0"):
+        check_metadata(GaussNewton(), {ELEMENTS: "1"}, "2")
 
 
 def test_the_number_of_residuals_stays():
