@@ -154,6 +154,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("domain-decomposed-output"), help="folder for checkpoints")
     options = parser.parse_args()
     world = MPI.COMM_WORLD
+    slabs = world.size // max(1, options.shots)
+    if options.grid < slabs:
+        parser.error(f"--grid {options.grid} leaves some of {slabs} ranks without a row: give at least {slabs}")
 
     with mpishard.Mesh(data=options.shots, tensor=-1) as mesh:
         run(mesh, options, options.evaluations // 2, options.output)

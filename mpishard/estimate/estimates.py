@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mpishard.arguments import config_or_kwargs, reject_unknown
-from mpishard.estimate.layouts import Layout
+from mpishard.arguments import config_or_kwargs, entries, integer, reject_unknown, shown
+from mpishard.estimate.layouts import Layout, expect_architecture
 from mpishard.estimate.memory import EstimateSettings, Memory, StageEstimate
 from mpishard.estimate.profile import TYPICAL, MachineProfile
 from mpishard.estimate.sizes import BatchShape, Workload, virtual_stages_of
@@ -152,8 +152,11 @@ def estimate(
     ValueError
         If the model does not allow this layout, or a number is too small.
     TypeError
-        If an option is a field of neither, or is given in addition to the whole.
+        If an option is a field of neither, or is given in addition to the whole; or an argument is of another type.
     """
+    expect_architecture(architecture)
+    if not isinstance(profile, MachineProfile):
+        raise TypeError(f"profile={shown(profile)} must be a MachineProfile")
     layout = config_or_kwargs("estimate()", "layout", Layout, layout, options)
     workload = config_or_kwargs("estimate()", "workload", Workload, workload, options)
     reject_unknown("estimate()", options)
@@ -218,11 +221,19 @@ def table(
     -------
     list of Estimate
         Of equally fast ones that with less memory comes first.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `estimate`.
     """
+    chosen, batch = entries("candidates", candidates, "Layouts"), integer("batch", batch)
+    for layout in chosen:
+        if not isinstance(layout, Layout):
+            raise TypeError(f"candidates must be Layouts, got {shown(layout)}")
     workload = config_or_kwargs("table()", "workload", Workload, workload, options)
     reject_unknown("table()", options)
     found = [
-        estimate(architecture, layout, replace(workload, batch=-(-batch // layout.data)), profile)
-        for layout in candidates
+        estimate(architecture, layout, replace(workload, batch=-(-batch // layout.data)), profile) for layout in chosen
     ]
     return sorted(found, key=lambda each: (each.step_time, each.memory.total))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from mpishard.arguments import flag, integer, number, shown
 from mpishard.nn.architecture import DecoderArchitecture
 from mpishard.pipeline.schedule import SCHEDULES, check_chunks
 
@@ -51,10 +53,14 @@ def model_state_bytes(
     ------
     ValueError
         For counts that are not positive, or another stage.
+    TypeError
+        For what is no number.
     """
-    if not 0 < parameters < math.inf:
+    for name, size in {"parameter": parameter_bytes, "gradient": gradient_bytes, "state": state_bytes}.items():
+        number(f"{name}_bytes", size, least=0)
+    if not 0 < number("parameters", parameters, finite=False) < math.inf:
         raise ValueError(f"the number of parameters is {parameters:g}; it must be finite and above 0")
-    if ranks < 1:
+    if integer("ranks", ranks) < 1:
         raise ValueError(f"the number of ranks is {ranks}; it must be at least 1")
     if zero_stage not in STAGES:
         raise ValueError(f"unknown ZeRO stage {zero_stage!r}; choose one of 0, 1, 2, 3")
@@ -95,6 +101,8 @@ class Layout:
     ------
     ValueError
         For sizes below 1, an unknown stage or schedule, or a number of chunks that the schedule cannot use.
+    TypeError
+        For sizes that are no whole numbers, and flags that are none.
     """
 
     data: int = 1
@@ -108,12 +116,14 @@ class Layout:
 
     def __post_init__(self) -> None:
         for what in ("data", "tensor", "pipeline", "chunks"):
-            if getattr(self, what) < 1:
+            if integer(what, getattr(self, what)) < 1:
                 raise ValueError(f"the layout has {what}={getattr(self, what)}; it must be at least 1")
         if self.zero_stage not in STAGES:
             raise ValueError(f"unknown ZeRO stage {self.zero_stage!r}; choose one of 0, 1, 2, 3")
-        if self.schedule not in SCHEDULES:
+        if not isinstance(self.schedule, str) or self.schedule not in SCHEDULES:
             raise ValueError(f"unknown schedule {self.schedule!r}; choose one of {', '.join(SCHEDULES)}")
+        for what in ("sequence_parallel", "recompute"):
+            flag(what, getattr(self, what))
         check_chunks(self.schedule, self.chunks)
 
     @property
@@ -184,8 +194,14 @@ def layouts(
     ValueError
         If `ranks` is below 1 or above 2**31 - 1, a model has more than 4096 layers, or `chunks` is below 2 with
         "interleaved".
+    TypeError
+        If a size is no whole number, or the architecture none, or what `Layout` refuses.
     """
-    if ranks < 1:
+    expect_architecture(architecture)
+    for name, size in {"data": data, "tensor": tensor, "pipeline": pipeline, "chunks": chunks}.items():
+        if size is not None:
+            integer(name, size)
+    if integer("ranks", ranks) < 1:
         raise ValueError(f"the number of ranks is {ranks}; it must be at least 1")
     if ranks > _MOST_RANKS:
         raise ValueError(f"the number of ranks is {ranks}; MPI has at most {_MOST_RANKS}")
@@ -216,6 +232,12 @@ def layouts(
                         sequence_parallel and tensor_size > 1,
                         recompute,
                     )
+
+
+def expect_architecture(given: Any) -> None:
+    """Raise TypeError for what is no architecture, such as a model."""
+    if not isinstance(given, DecoderArchitecture):
+        raise TypeError(f"architecture={shown(given)} must be an architecture, such as model.architecture of an nn.GPT")
 
 
 def _divisors(number: int) -> list[int]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mpishard.arguments import number
 from mpishard.io import files
 from mpishard.io.files import parsed
 
@@ -32,15 +33,17 @@ class Link:
     ------
     ValueError
         If the latency is negative or not finite, or the bandwidth not above 0.
+    TypeError
+        If one is no number.
     """
 
     latency: float
     bandwidth: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.latency < math.inf:
+        if not 0 <= number("latency", self.latency, finite=False) < math.inf:
             raise ValueError(f"the latency of a link is {self.latency:g} s; it must be finite and at least 0")
-        if not self.bandwidth > 0:
+        if not number("bandwidth", self.bandwidth, finite=False) > 0:
             raise ValueError(f"the bandwidth of a link is {self.bandwidth:g} bytes/s; it must be above 0")
 
     def seconds(self, ranks: int, sent: float, calls: float = 1) -> float:
@@ -92,6 +95,8 @@ class MachineProfile:
     ------
     ValueError
         If a speed is not above 0, or links are given for some operations only.
+    TypeError
+        If a speed is no number.
     """
 
     products: tuple[tuple[int, float], ...]
@@ -104,10 +109,11 @@ class MachineProfile:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if not self.products or not all(size > 0 and 0 < flops < math.inf for size, flops in self.products):
+        speeds = [(number("products", size), number("products", speed)) for size, speed in self.products]
+        if not speeds or not all(size > 0 and speed > 0 for size, speed in speeds):
             raise ValueError(f"a machine profile needs finite speeds of matrix products above 0, got {self.products!r}")
         for what, unit in {"memory_bandwidth": " a second", "exponentials": " a second", "efficiency": ""}.items():
-            if not getattr(self, what) > 0:
+            if not number(what, getattr(self, what), finite=False) > 0:
                 raise ValueError(f"{what} of a machine profile is {getattr(self, what):g}{unit}; it must be above 0")
         for links in (self.node, self.network):
             if links and set(links) != set(OPERATIONS):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from mpishard.arguments import flag, integer
 from mpishard.estimate.layouts import Layout
 from mpishard.layout.boxes import box_size, nested_split, run_lengths, split
 from mpishard.layout.tensors import ModelParallelRank
@@ -421,6 +422,8 @@ class Workload:
     ------
     ValueError
         If a number is too small, or `half` is given without `device` or with another `itemsize` than 4.
+    TypeError
+        For counts that are no whole numbers, and flags that are none.
     """
 
     batch: int = 1
@@ -433,9 +436,13 @@ class Workload:
     half: bool = False
 
     def __post_init__(self) -> None:
-        for what, least in (("batch", 0), ("microbatches", 1), ("slots", 0), ("itemsize", 1)):
+        for what in ("device", "half"):
+            flag(what, getattr(self, what))
+        counts = {"batch": 0, "length": 1, "microbatches": 1, "itemsize": 1, "slots": 0}
+        for what, least in {**counts, "minimum_parameter_group_size": 1}.items():
             value = getattr(self, what)
-            if value is not None and value < least:
+            is_default = value is None and what in ("length", "microbatches")
+            if not is_default and integer(what, value) < least:
                 raise ValueError(f"{what}={value} must be at least {least}")
         if self.half and not (self.device and self.itemsize == 4):
             raise ValueError(

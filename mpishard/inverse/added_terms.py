@@ -288,8 +288,7 @@ def _array_and_start(unknowns: Unknowns, x: Any, term: RegularizationTerm) -> tu
     if name not in leaves:
         raise ValueError(f"{type(term).__name__}: x0 has no array {name!r}; there are {', '.join(leaves)}")
     leaf = leaves[name]
-    if leaf.is_complex:
-        raise TypeError(f"{type(term).__name__} is for real numbers, and x0 is complex; give its parts as two arrays")
+    leaf.expect_real(type(term).__name__)
     return unknowns.flat[leaf.start : leaf.start + leaf.size].reshape(leaf.shape), leaf.start
 
 

@@ -131,6 +131,13 @@ class AugmentedFunction:
                 raise ValueError(f"there are {self.shifts.size} multipliers, but {size} constraints; give one each")
             if not np.isfinite(self.shifts).all():
                 raise ValueError("multipliers must be finite")
+        sizes = self.world.allgather_object(size)
+        if not self._sums and len(set(sizes)) > 1:
+            other = next(rank for rank, each in enumerate(sizes) if each != sizes[0])
+            raise ValueError(
+                f"constraints returned {sizes[0]} numbers on rank 0, and {sizes[other]} on rank {other}: return all of "
+                "them on each rank; if each rank has some, say reduction='sum'"
+            )
         self.is_at_best = True
         self.penalty = self._first_penalty(self.best) if penalty is None else penalty
 

@@ -21,7 +21,7 @@ from mpishard.inverse.pictures import draw_remainders
 from mpishard.inverse.taylor import FITTED, TaylorTest, taylor_test
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.io import terminal
-from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.flat import FlatParameters, gradients_of_one_rank
 from mpishard.training.problem import OptimizationProblem
 
 Array = Any
@@ -115,7 +115,15 @@ def _part_of_problem(problem: OptimizationProblem[Any], mesh: Mesh | None, sampl
         point.reset_gradients()
         return loss / terms, gradient
 
-    return Part(point, call, world_of(mesh), data)
+    def call_on_one_rank() -> tuple[Any, Any]:
+        """`call`, where an optimizer has left gradients that are summed over ranks bucket by bucket."""
+        bound, point.gradients = point.gradients, gradients_of_one_rank(point)
+        try:
+            return call()
+        finally:
+            point.gradients = bound
+
+    return Part(point, call_on_one_rank if point.gradients.on_demand else call, world_of(mesh), data)
 
 
 class LineEvaluation(NamedTuple):

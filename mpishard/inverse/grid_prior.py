@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -128,6 +129,7 @@ class BiLaplacianPrior(Prior):
             given = getattr(self, name)
             if np.ndim(given) == 0 and not (name == "mean" and given is None):
                 number(name, given, above=_ABOVE[name], otherwise="an array like the unknowns")
+            object.__setattr__(self, name, copy.deepcopy(given))  # the user may go on with this array
 
     def on(self, x: Any, mesh: Mesh | None = None) -> BiLaplacianPrior:
         """This prior for unknowns like these, cut as they are.  Collective over the mesh.

@@ -189,12 +189,16 @@ class _Groups(TermOfArray):
 
     def _norms(self, values: np.ndarray) -> np.ndarray:
         """The 2-norm of each group that is here; sums are of whole numbers, the same in any order.  Collective."""
-        top = np.array([abs(values).max(initial=0.0)])
-        self._ranks.all_reduce(top, op="max", label="groups")
-        if not 0 < top[0] < math.inf:
-            return np.full(len(self._numbers), top[0])
-        exponent = int(np.frexp(top[0])[1])
-        rest = np.ldexp(values, -exponent) ** 2  # below 1
+        tops = np.zeros(len(self._numbers))
+        np.maximum.at(tops, self._group, np.where(np.isfinite(values), abs(values), math.inf))
+        if self._all_shared:
+            over_ranks = np.zeros(self._all_shared)
+            over_ranks[self._shared] = tops[self._shared_here]
+            self._ranks.all_reduce(over_ranks, op="max", label="groups")
+            tops[self._shared_here] = over_ranks[self._shared]
+        known = tops < math.inf
+        exponents = np.frexp(np.where(known, tops, 1.0))[1]  # of each group: another one may be far larger
+        rest = np.ldexp(np.where(known[self._group], values, 0.0), -exponents[self._group]) ** 2  # below 1
         words = []
         for _ in range(3):
             rest = np.ldexp(rest, _BITS)
@@ -202,7 +206,7 @@ class _Groups(TermOfArray):
             rest = rest - words[-1]
         sums = self._sums(np.stack(words, 1).astype(np.int64)).astype(np.float64)
         squares = np.ldexp(sums[:, 0], -_BITS) + (np.ldexp(sums[:, 1], -2 * _BITS) + np.ldexp(sums[:, 2], -3 * _BITS))
-        return np.ldexp(np.sqrt(squares), exponent)
+        return np.where(known, np.ldexp(np.sqrt(squares), exponents), math.inf)
 
     def _distances(self, x: np.ndarray) -> np.ndarray:
         return (x - self._reference)[self._elements]

@@ -102,8 +102,6 @@ def _specs(unknowns: Unknowns) -> Sequence[ParameterSpec]:
 def _elements(terms: Sequence[L1], unknowns: Unknowns) -> tuple[np.ndarray, np.ndarray | None]:
     """The weights of this rank's elements, and their references, None if no term has any."""
     tree, specs, dtype = unknowns.tree, _specs(unknowns), unknowns.flat.dtype
-    if tree is not None and tree.complex_leaf is not None:
-        raise TypeError("L1 is for real numbers, and x0 is complex; give its parts as two arrays")
 
     def given(name: str, option: Any) -> Any:
         if tree is not None:
@@ -131,4 +129,7 @@ def _elements(terms: Sequence[L1], unknowns: Unknowns) -> tuple[np.ndarray, np.n
                 )
             references = np.where(weights > 0, reference, references)
         total = total + weights
+    for leaf in () if tree is None else tree.leaves:
+        if total[leaf.start : leaf.start + leaf.size].any():
+            leaf.expect_real("L1")
     return total, references

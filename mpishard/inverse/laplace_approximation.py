@@ -141,6 +141,8 @@ def laplace(
         if not isinstance(prior, Prior):
             raise TypeError(f"prior={shown(prior)} must be a Prior, such as DiagonalPrior(variance)")
         x = result.x if hasattr(result, "x") else result
+        if x is None:
+            raise TypeError("result=None must be the result of minimize, or the minimum itself, as x0 of minimize")
         unknowns = Unknowns(x)
         run = RunArguments.checked(unknowns, mesh, reduction, samples, elastic, checkpoints, resume, record)
         options = DoublePass(rank=rank, oversampling=oversampling, power_iterations=power_iterations, seed=seed)

@@ -146,6 +146,9 @@ class _Constraint:
                 f"{name}: jac={shown(jac)} takes finite differences of a whole x0 without names; give jac=function, "
                 "which returns the Jacobian, or an operator with rmatvec"
             )
+        is_complex = unknowns.tree is not None and unknowns.tree.complex_leaf is not None
+        if isinstance(jac, str) and jac == "cs" and is_complex:  # whose steps are complex themselves
+            raise ValueError(f"{name}: jac='cs' is for real numbers, and x0 is complex: take '2-point' or '3-point'")
         self.name, self.jac, self.is_linear = name, jac, is_linear
         # SciPy's default, a strategy of updates, is for its own methods.
         self.hess = Hessian(hess, ()) if callable(hess) else None

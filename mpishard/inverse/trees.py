@@ -63,6 +63,11 @@ class Leaf:
     def spec(self) -> ParameterSpec:
         return ParameterSpec(self.name, (*self.shape, 2) if self.is_complex else self.shape)
 
+    def expect_real(self, kind: str) -> None:
+        """Raise TypeError if the array is complex, which no term of this class takes."""
+        if self.is_complex:
+            raise TypeError(f"{kind} is for real numbers, and x0 is complex; give its parts as two arrays")
+
 
 class Tree:
     """The structure of a tree: its containers, and the leaves in the order of the flat array.
@@ -296,7 +301,9 @@ def _reals(array: Array, dtype: np.dtype) -> Array:
 
 
 def _is_number(value: Any) -> bool:
-    return not hasattr(value, "keys") and np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biuf"
+    if hasattr(value, "keys") or isinstance(value, list | tuple):  # whose arrays may be of several shapes
+        return False
+    return np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biuf"
 
 
 def _repeated(what: str, value: Any, leaf: Leaf) -> Any:

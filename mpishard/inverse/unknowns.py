@@ -390,9 +390,9 @@ class FieldOfTerm:
             raise ValueError(f"there are {len(names)} arrays; give {kind} the name of one of them, name=...")
         if name is not None and name not in names:
             raise ValueError(f"{kind}: x0 has no array {shown(name)}; there are {', '.join(names)}")
-        if tree is not None and tree.complex_leaf is not None:
-            raise TypeError(f"{kind} is for real numbers, and x0 is complex; give its parts as two arrays")
         place = 0 if name is None else names.index(name)
+        if tree is not None:
+            tree.leaves[place].expect_real(kind)
         spec, part = specs[place], unknowns.field(place)
         self._kind, self._named, self._part, self._mesh = kind, named, part, mesh
         self.name: str = spec.name

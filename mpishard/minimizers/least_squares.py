@@ -162,6 +162,11 @@ def _begun(cost: Cost, gram: Gram, start: np.ndarray | State, options: Options) 
         if state.status == LIMIT:
             state.status = None
         return state, _linearize(gram, state, options)
+    if not largest(start) < exact_gram.LARGEST:
+        raise ValueError(
+            f"x0 has an element of {largest(start):.3g}, and squares of those above {exact_gram.LARGEST:.1g} are too "
+            "large: give the unknowns in other units"
+        )
     state = State(start, cost(start), np.zeros(len(start)), np.zeros(len(start)), nfev=1)
     require_finite(state.cost)
     products = _linearize(gram, state, options)

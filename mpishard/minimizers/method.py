@@ -378,11 +378,12 @@ def check_metadata(method: Method, metadata: Mapping[str, Any], elements: str) -
     of a hash of those about elements, which must be equal to `elements`.
     """
     if metadata.get(ELEMENTS, elements) != elements:
+        more = ", and for x_scale='jac' the same x0" * (method.call == "least_squares")
         raise ValueError(
             "the state is of a run with other bounds, L1 terms (or other terms without a gradient), fixed elements, "
             "inner_product or preconditioner, on "
-            f"which what {type(method).__name__} has learned depends; give the same ones, or start from the saved "
-            "parameters alone"
+            f"which what {type(method).__name__} has learned depends; give the same ones{more}, or start from the "
+            "saved parameters alone"
         )
     nothing = np.zeros(0)
     minimizer = method.make(LocalSpace(0, nothing), np.zeros((len(method.slots), 0)), nothing, Limits())

@@ -326,8 +326,7 @@ class FlatParameters:
             self.held = sharded.shard
             self._views = sharded.views
         self.dtype: np.dtype = np.dtype(self.like.dtype)
-        buckets = make_buckets(self.pieces, max(1, self.size), self.layout.gradient_runs())
-        self.gradients: GradientReducer = GradientReducer(self.pieces, buckets, self.like)
+        self.gradients: GradientReducer = gradients_of_one_rank(self)
 
     @property
     def flat(self) -> Array:
@@ -562,6 +561,13 @@ class FlatParameters:
         Optimizers do this after each step.
         """
         self.gradients.reset()
+
+
+def gradients_of_one_rank(parameters: FlatParameters) -> GradientReducer:
+    """New gradients of parameters, in one flat buffer, which no sums over ranks take."""
+    layout = parameters.layout
+    buckets = make_buckets(layout.pieces, max(1, layout.size), layout.gradient_runs())
+    return GradientReducer(layout.pieces, buckets, parameters.like)
 
 
 class Model(Protocol):

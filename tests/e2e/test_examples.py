@@ -123,6 +123,8 @@ def test_domain_decomposed(mpirun: Callable[..., Any], tmp_path: Path) -> None:
     finished = mpirun(3, EXAMPLES / "domain_decomposed.py", *sizes, "--output", tmp_path)
     assert finished.code == 0, finished.all
     assert "3 ranks, then 2: 40 evaluations" in finished.output and "PASS: largest error" in finished.output
+    refused = mpirun(3, EXAMPLES / "domain_decomposed.py", "--grid", 2)
+    assert refused.code == 2 and "--grid 2 leaves some of 3 ranks without a row" in refused.errors
 
 
 def test_train_elastic(mpirun: Callable[..., Any], tmp_path: Path) -> None:

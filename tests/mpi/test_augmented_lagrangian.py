@@ -161,6 +161,19 @@ def test_limits_of_parts(mesh, same_on_all, folder):
             upper=3.0,
             mesh=mesh,
         )
+    if mesh.size > 1:
+        with pytest.raises(
+            ValueError, match=f"1 numbers on rank 0, and 2 on rank {mesh.size - 1}"
+        ):  # of which one holds
+            augmented_lagrangian(
+                lambda x: (x @ x, 2 * x),
+                np.ones(2),
+                lambda x: x[: 1 + odd],
+                lambda x, v: v,
+                lower=-4.0,
+                upper=3.0,
+                mesh=mesh,
+            )
 
 
 def test_scipys_constraints_have_the_bits_of_one_process(mesh, alone):

@@ -6,7 +6,7 @@ import errno
 import json
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -259,6 +259,26 @@ def test_refused(options: dict, message: str) -> None:
     kind = TypeError if {"zero", "layout", "workload"} & options.keys() else ValueError
     with pytest.raises(kind, match=message):
         estimate(TINY, **options)
+
+
+def test_other_types_are_refused() -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: estimate("gpt"),
+        lambda: estimate(TINY, data="2"),
+        lambda: estimate(TINY, batch=1.5),
+        lambda: estimate(TINY, half="no"),
+        lambda: estimate(TINY, profile="fast"),
+        lambda: list(layouts("8", TINY)),
+        lambda: list(layouts(8, TINY, tensor="2")),
+        lambda: table([Layout()], TINY, "8"),
+        lambda: table([8], TINY, 8),
+        lambda: model_state_bytes("7B", 8, 1),
+        lambda: Link("fast", 1.0),
+        lambda: MachineProfile((("a", 1.0),)),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="must be"):
+            call()
 
 
 def test_profile_comes_back_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

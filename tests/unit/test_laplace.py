@@ -231,7 +231,9 @@ def test_operators_may_share_an_array():
 
 def test_a_prior_keeps_its_numbers():
     variance = np.ones(3)
-    priors = DiagonalPrior(variance, mean=variance), OperatorPrior(abs, abs, variance=variance, mean=variance)
+    about = {"mean": variance}
+    grid = mpishard.BiLaplacianPrior((3,), correlation_length=1.0, standard_deviation=variance, **about)
+    priors = DiagonalPrior(variance, **about), OperatorPrior(abs, abs, variance=variance, **about), grid
     variance[:] = 4
     for prior in priors:
         assert prior.mean.tolist() == prior.variance().tolist() == [1, 1, 1]
@@ -331,6 +333,7 @@ def test_bad_arguments(hessp, more, words):
         (lambda: laplace(POINT, None, DiagonalPrior(1.0)), "hessp=None"),
         (lambda: laplace(POINT, linear, 3.0), "prior=3.0.*DiagonalPrior"),
         (lambda: laplace("x", linear, DiagonalPrior(1.0)), "x0 must be"),
+        (lambda: laplace(None, linear, DiagonalPrior(1.0)), "result=None"),
         (lambda: DiagonalPrior(None), "variance=None"),
         (lambda: OperatorPrior(3, COVARIANCE.__matmul__), "precision=3"),
         (lambda: laplace(POINT, linear, DiagonalPrior(1.0), seed=0.5), "seed=0.5"),

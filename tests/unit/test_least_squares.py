@@ -15,6 +15,8 @@ import mpishard
 from mpishard import least_squares
 from mpishard.comm.errors import OneRank
 from mpishard.inverse.residuals import LOSSES, GaussNewtonFunctions, Loss, ResidualFunctions
+from mpishard.minimizers.method import ELEMENTS, check_metadata
+from mpishard.minimizers.newton import GaussNewton
 
 # `least_squares` on one process: SciPy's answers in about as many evaluations, its arguments and its errors.
 
@@ -359,6 +361,7 @@ WRONG = [
     ({"maxcg": 3}, TypeError, "'maxcg'.*tr_options"),
     ({"max_n": 3}, TypeError, "unexpected keyword argument 'max_n'$"),
     ({"x0": [np.nan, 1]}, ValueError, "finite"),
+    ({"x0": [1, 1e160]}, ValueError, "x0 has an element of 1e\\+160.*units"),
     ({"fun": lambda x: np.array([np.nan, 1.0])}, ValueError, "not finite at x0"),
     ({"fun": lambda x: x[:, None] * x}, ValueError, "one dimension"),
     ({"fun": lambda x: ["a", "b"]}, TypeError, "real numbers"),
@@ -394,6 +397,11 @@ WRONG = [
 def test_bad_input_raises_one_clear_error(change, error, text):
     with pytest.raises(error, match=text):
         least_squares(**({"fun": rosenbrock, "x0": [0.5, 0.5]} | change))
+
+
+def test_scales_of_another_start_are_named():
+    with pytest.raises(ValueError, match="x_scale='jac' the same x0"):
+        check_metadata(GaussNewton(), {ELEMENTS: "1"}, "2")
 
 
 def test_the_number_of_residuals_stays():

@@ -483,6 +483,17 @@ def test_complex_unknowns(dtype, real):
     assert not mpishard.check_gradient(lambda z: (modes(z)[0], modes(z)[1].conj()), np.ones(2, complex), disp=False)
 
 
+def test_options_of_a_list_of_arrays_of_several_shapes():
+    def fun(x):
+        return sum((each @ each) for each in x) / 2, list(x)
+
+    for name in ("inner_product", "preconditioner"):
+        assert minimize(fun, [np.ones(2), np.ones(3)], **{name: [np.ones(2), np.ones(3)]}).success
+    bounds = [(np.full(2, 0.5), None), (None, np.ones(3))]
+    found = minimize(fun, [np.ones(2), np.ones(3)], fixed=[np.array([True, False]), False], bounds=bounds)
+    assert np.array_equal(found.x[0], [1, 0.5]) and not found.x[1].any()
+
+
 # What is refused.
 
 

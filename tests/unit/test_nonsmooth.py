@@ -206,6 +206,8 @@ def test_norms_of_groups_have_their_formula() -> None:
     assert (off.x == 0.1).sum() > 5 and "groups are exactly at its reference" in off.message
     nothing = GroupL1(1.0, groups=[], name="a")  # as on a rank without elements
     assert nothing.value({"a": np.zeros(0), "b": np.ones(2)}) == 0
+    far = GroupL1([0.0, 1.0], groups=[0, 0, 1, 1])  # as small beside the other group as its rounding
+    assert far.value([3e20, 4e20, 3.0, 4.0]) == 5.0 and far.value([3.0, 4.0, 0.0, 0.0]) == 0.0
 
 
 @pytest.mark.parametrize("bounds", [None, (0.0, 0.6), (-0.3, 2.0)])
@@ -386,6 +388,23 @@ def run(term: Any, x0: Any = ZEROS, **given: Any) -> Any:
 def test_what_is_refused(call: Callable[[], Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    ("term", "expected"),
+    [
+        (L1({"a": 0.25}), [0, 0.75, 1.75]),
+        (TotalVariation(0.25, name="a"), [0.25, 1, 1.75]),
+        (GroupL1(1.0, axis=0, name="a"), np.arange(3) * (1 - 5**-0.5)),
+    ],
+)
+def test_a_real_array_beside_a_complex_one(term: Any, expected: Any) -> None:
+    def fun(t: dict[str, Any]) -> tuple[float, Any]:
+        off = {"a": t["a"] - np.arange(3.0), "z": t["z"] - 1j}
+        return 0.5 * float(sum((abs(each) ** 2).sum() for each in off.values())), off
+
+    found = minimize(regularized(fun, term), {"a": np.zeros(3), "z": np.zeros(2, complex)}, options=TIGHT)
+    assert found.success and np.allclose(found.x["z"], 1j) and np.allclose(found.x["a"], expected, atol=1e-5)
 
 
 def test_the_rest_of_a_function_is_checked() -> None:

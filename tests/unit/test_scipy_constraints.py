@@ -197,6 +197,11 @@ ROUND = nonlinear(lambda x: x @ x, 1, 2, lambda x: 2 * x)
     ("change", "error", "words"),
     [
         ({"constraints": 3}, TypeError, "constraints=3 .*NonlinearConstraint"),
+        (
+            {"constraints": nonlinear(abs, 0, 1, "cs"), "x0": np.ones(2, complex)},
+            ValueError,
+            "jac='cs' .*x0 is complex",
+        ),
         ({"constraints": [ROUND, lambda x: x]}, TypeError, "constraints=.*LinearConstraint"),
         ({"constraints": {"type": "le", "fun": sum}}, ValueError, "'eq' or 'ineq'.*'le'"),
         ({"constraints": {"type": "eq"}}, ValueError, "'fun'"),
