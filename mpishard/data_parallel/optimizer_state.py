@@ -461,7 +461,7 @@ class OptimizerState(ABC):
         assert full is not None
         self.restore_settings(full.facts)
         self.counters.steps, self.counters.skipped_steps = full.steps, full.skipped_steps
-        if not self._has_gradients():  # else these have the loss scale that there is
+        if not self.has_gradients():  # else these have the loss scale that there is
             self.counters.scaling.restore(full.loss_scale)
         if self._on_rank is None:
             self._deserialized = full
@@ -469,7 +469,7 @@ class OptimizerState(ABC):
             self._fill(self._on_rank, full)
             self._on_rank.prepare_step(self.counters)
 
-    def _has_gradients(self) -> bool:
+    def has_gradients(self) -> bool:
         """Whether any rank has gradients of a backward pass that no step has used. Collective over the mesh."""
         own = self._on_rank is not None and self._on_rank.parameters.gradients.has_content
         return bool(self._optimizer.world.all_reduce(np.array([own], np.int64), op="max", label="control")[0])
