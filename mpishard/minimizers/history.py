@@ -11,6 +11,7 @@ the terms of a dot product, and fixes the scale of its words.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -210,7 +211,8 @@ class History:
         words = np.concatenate(parts)
         if len(words):
             self.space.add(words)
-        return np.split(words, np.cumsum([len(part) for part in parts])[:-1])
+        stops = accumulate(map(len, parts))
+        return [words[stop - len(part) : stop] for part, stop in zip(parts, stops, strict=True)]
 
     def _values(self, parts: Sequence[Words], sums: Sequence[np.ndarray] | None = None) -> list[list[float]]:
         """The products of each part, by one all-reduce of all if their sums are not given; rarely by two more."""
