@@ -316,12 +316,12 @@ def approximate_values(words: np.ndarray, tops: Sequence[float]) -> np.ndarray:
     return np.where(bounds > 0, np.where(bounds < 2.0**1000, found, math.nan), np.where(bounds == 0, 0.0, math.nan))
 
 
-def is_doubtful(words: Sequence[int] | np.ndarray, top: float, terms: int) -> bool:
+def is_doubtful(words: Sequence[int], top: float, terms: int) -> bool:
     """Return True if the total of a product's words may have few correct bits: `top` is too large for what was added.
 
     `terms` counts those of all ranks; each adds an error of up to half a quantum.
     """
-    high, low = map(int, words)
+    high, low = words
     return top > 0 and not (top < 2.0**1000 and abs((high << CARRY) + low) >= terms << _SURE_BITS)
 
 
