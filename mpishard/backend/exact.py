@@ -31,6 +31,7 @@ MOST_TERMS = 2**33 - 1
 CARRY = 34  # binary places from the first word to the second
 _LAST_BITS = 2**CARRY - 1
 _SURE_BITS = 20  # a sum with fewer correct bits is doubtful
+_PLACES = np.array([52 - 30, 52 - 64])  # from the exponent of a top to those of its `magic_numbers`
 _BLOCK = 16384  # elements of the vector that stay in the cache while the rows pass
 _BUFFER = 4096  # elements of a sum of rows that stay in the cache
 _PAGE = 512  # elements: no small page of memory has fewer
@@ -68,7 +69,7 @@ def values(words: np.ndarray, tops: Sequence[float]) -> list[float]:
     `tops` are those that the words were made with: the product is 0.0 where `top` is 0, NaN where it is not finite, or
     ``2**1000`` or more, infinite where it is too large for a float.
     """
-    return [_value(int(high), int(low), top) for (high, low), top in zip(words, tops, strict=True)]
+    return [_value(high, low, top) for (high, low), top in zip(words.tolist(), tops, strict=True)]
 
 
 def approximate_values(words: np.ndarray, tops: Sequence[float]) -> np.ndarray:
@@ -83,12 +84,12 @@ def approximate_values(words: np.ndarray, tops: Sequence[float]) -> np.ndarray:
     return np.where(bounds > 0, np.where(bounds < 2.0**1000, found, math.nan), np.where(bounds == 0, 0.0, math.nan))
 
 
-def is_doubtful(words: np.ndarray, top: float, terms: int) -> bool:
+def is_doubtful(words: Sequence[int], top: float, terms: int) -> bool:
     """Return True if the total of a product's words may have few correct bits: `top` is too large for what was added.
 
     `terms` counts those of all ranks; each adds an error of up to half a quantum.
     """
-    high, low = map(int, words)
+    high, low = words
     return top > 0 and not (top < 2.0**1000 and abs((high << CARRY) + low) >= terms << _SURE_BITS)
 
 
@@ -139,8 +140,8 @@ def expect_dots(like: Array) -> None:
     _largest_product.expect((vector, vector), (BITS[8][1],))
 
 
-def magic_numbers(tops: Sequence[float]) -> np.ndarray:
-    """Two numbers a product, float64 (products, 2): their last places are the quanta of the two words.
+def magic_numbers(tops: Any) -> np.ndarray:
+    """Two numbers a product, float64 (..., products, 2): their last places are the quanta of the two words.
 
     Between ``2**52`` and ``2**53`` quanta the bits of a float64 count quanta; so, if C is in the middle of these, the
     bits of ``x + C``, read as an integer, less the bits of C are the number of quanta nearest to x.
@@ -148,10 +149,8 @@ def magic_numbers(tops: Sequence[float]) -> np.ndarray:
     With D as the second number, the rest is to be added to D; ``x + ((C + D) - (x + C))`` is that, rounded once: the
     sum and the difference in it are exact.
     """
-    bounds = np.array(tops, np.float64)
-    known = (0 < bounds) & (bounds < 2.0**1000)  # any number will do where no result is asked for
-    exponents = np.maximum(np.frexp(np.where(known, bounds, 1.0))[1], -1010)
-    return np.ldexp(1.5, np.stack([exponents + (52 - 30), exponents + (52 - 64)], axis=1))
+    exponents = np.frexp(np.array(tops, np.float64))[1]  # any number will do where no result is asked for
+    return np.ldexp(1.5, np.minimum(np.maximum(exponents, -1010), 1000)[..., None] + _PLACES)
 
 
 def _value(high: int, low: int, top: float) -> float:

@@ -58,7 +58,7 @@ def words_with(
         vectors = [factor.vector for factor in factors] + [factors[0].vector[:0]] * (_MOST - len(factors))
         mask = np.empty(0, np.uint8) if free is None else free.view(np.uint8)
         which = np.array([_ALL if factor.of_free is None else factor.of_free for factor in factors], np.int64)
-        magic = np.stack([exact.magic_numbers(factor.tops) for factor in factors])
+        magic = exact.magic_numbers([factor.tops for factor in factors])
         split = len(factors) == _MOST and _is_part(factors[3], factors[1])
         numbers = np.array(indices, np.int64), np.array(spans, np.int64)
         buffers = np.empty((2 * _MOST + len(indices), _BLOCK)), np.empty((3, _BLOCK), np.int64)

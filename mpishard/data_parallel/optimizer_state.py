@@ -455,14 +455,18 @@ class OptimizerState(ABC):
         assert full is not None
         self.restore_settings(full.facts)
         self.counters.steps, self.counters.skipped_steps = full.steps, full.skipped_steps
-        has_gradients = self._on_rank is not None and self._on_rank.parameters.gradients.has_content
-        if not on_any(self._optimizer.world, has_gradients):  # else these have the loss scale that there is
+        if not self.has_gradients():  # else these have the loss scale that there is
             self.counters.scaling.restore(full.loss_scale)
         if self._on_rank is None:
             self._deserialized = full
         else:
             self._fill(self._on_rank, full)
             self._on_rank.prepare_step(self.counters)
+
+    def has_gradients(self) -> bool:
+        """Whether any rank has gradients of a backward pass that no step has used. Collective over the mesh."""
+        own = self._on_rank is not None and self._on_rank.parameters.gradients.has_content
+        return on_any(self._optimizer.world, own)
 
     def _fill(self, on_rank: RankState, full: FullState) -> None:
         on_rank.fill(on_rank.slots, full.slots)

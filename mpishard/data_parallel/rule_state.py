@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mpishard.arguments import kind_of
 from mpishard.backend import exact_norms
 from mpishard.data_parallel.auxiliary_state import AuxiliaryState
 from mpishard.data_parallel.optimizer_state import OptimizerState
@@ -15,6 +16,7 @@ from mpishard.data_parallel.update import Factors, apply_rule
 from mpishard.data_parallel.validation import check_copies, check_replacement, check_rule_fits
 from mpishard.launch.job_notes import raised_by_all
 from mpishard.layout.run_state import whole_fact
+from mpishard.minimizers import Method
 from mpishard.optim import Muon, Rule
 from mpishard.optim.formulas import clip_by_value, moving_average, muon_apply
 from mpishard.optim.rule import LiveValues
@@ -42,11 +44,13 @@ class RuleState(OptimizerState):
         return self._rule
 
     def replace_rule(self, rule: Any) -> None:
-        if isinstance(rule, Rule):
-            check_replacement(self._rule, rule, self.parameters)
-            self._rule = rule
-        else:
+        if isinstance(rule, Method):
             super().replace_rule(rule)
+        if not isinstance(rule, Rule):
+            wanted = "an update rule such as AdamW(lr=1e-3), or what mpishard.jax.rule_of makes of one of optax"
+            raise TypeError(f"rule must be {wanted}, got {kind_of(rule)}")
+        check_replacement(self._rule, rule, self.parameters)
+        self._rule = rule
 
     @property
     def slot_names(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ the terms of a dot product, and fixes the scale of its words.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -210,7 +211,8 @@ class History:
         words = np.concatenate(parts)
         if len(words):
             self.space.add(words)
-        return np.split(words, np.cumsum([len(part) for part in parts])[:-1])
+        stops = accumulate(map(len, parts))
+        return [words[stop - len(part) : stop] for part, stop in zip(parts, stops, strict=True)]
 
     def _values(self, parts: Sequence[Words], sums: Sequence[np.ndarray] | None = None) -> list[list[float]]:
         """The products of each part, by one all-reduce of all if their sums are not given; rarely by two more."""
@@ -331,7 +333,7 @@ class ReducedHistory(History):
         for gram in self._grams:
             gram.take(sums.pop(0))
         total = self.space.total
-        if any(exact.is_doubtful(words, top, total) for words, top in zip(point.words, point.tops, strict=True)):
+        if any(exact.is_doubtful(*each, total) for each in zip(point.words.tolist(), point.tops, strict=True)):
             g *= free  # the products are made again
         (of_g,) = self._values([(self._all_rows, g, point.words, point.tops)], [point.words])
         sg, yg, sz, yz = of_g[:size], of_g[size:], point.arrived[:size], point.arrived[size:]
@@ -411,7 +413,7 @@ class ReducedHistory(History):
             self._free_gram.learn(sums[4])
             # The pairs of s with s and s with y come in the order of y with s and y with y.
             self._held_gram.learn(np.roll(sums[5], size, axis=0))
-        doubtful = exact.is_doubtful(sums[1][2 * size - 1], parts[1][-1][-1], self.space.total)
+        doubtful = exact.is_doubtful(sums[1][2 * size - 1].tolist(), parts[1][-1][-1], self.space.total)
         of_s, of_y = self._values([parts[1], parts[3]], [sums[1], sums[3]])
         self.yy[new][new] = of_y[0]
         for place, pair in enumerate(self.order):

@@ -125,7 +125,8 @@ class Space(ABC):
     ) -> tuple[np.ndarray, list[float]]:
         """The words, (pairs, 2), and tops of `values`, those of doubtful sums made again."""
         found, found_tops = np.array(words), list(tops)
-        few = [k for k, top in enumerate(tops) if exact.is_doubtful(words[k], top, self.total)]
+        known = zip(found.tolist(), tops, strict=True)
+        few = [k for k, (pair, top) in enumerate(known) if exact.is_doubtful(pair, top, self.total)]
         if few:
             products = self.largest_products([pairs[k] for k in few])
             finer = {k: top for k, top in zip(few, products, strict=True) if top < _MUCH_LESS * tops[k]}

@@ -29,13 +29,20 @@ from mpishard.record.reading import AUDITS, ENDS, LOGGED, METRICS, PROCESSES, ST
 from mpishard.version import versions
 
 
-def require_tensorboard() -> None:
-    """Raise ModuleNotFoundError with the command that installs TensorBoard, if it is missing."""
+def require_tensorboard(folder: Path) -> None:
+    """Raise ModuleNotFoundError with the command that installs TensorBoard; ValueError if it takes no such folder."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ModuleNotFoundError(
             "tensorboard=True needs the package tensorboard: pip install 'mpishard[tensorboard]', or leave it out; "
             "mpishard plot draws the record without it"
         )
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"TensorBoard takes folders whose names are UTF-8, got {str(folder)!r}; give another folder, or leave "
+            "tensorboard out"
+        ) from None
 
 
 class Events:

@@ -27,7 +27,7 @@ from mpishard.comm.errors import raised_on_all
 from mpishard.comm.ledger import Ledger, Span
 from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.io.files import warn_of_writers
-from mpishard.record.reading import DEATHS, METRICS, OWN, own_metrics, read_end
+from mpishard.record.reading import DEATHS, METRICS, OWN, PROCESSES, own_metrics, read_end
 from mpishard.record.record_files import RecordFiles, plain, require_tensorboard
 from mpishard.record.stacks import StackReporter
 from mpishard.watch.sampler import LOOK_S
@@ -301,10 +301,10 @@ class RunRecord:
         if trace is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             raise ValueError(f"trace={trace!r} must be the first and the last step to trace, such as (100, 104)")
         every = number("every", every, least=0)
-        if flag("tensorboard", tensorboard):
-            require_tensorboard()
         self._given = path("folder", folder)
         self.folder: Path = self._given.absolute()  # a script may change its directory
+        if flag("tensorboard", tensorboard):
+            require_tensorboard(self.folder)
         self.mesh = mesh
         self.every = every
         self._files = RecordFiles(self.folder, mesh, tensorboard)
@@ -420,9 +420,9 @@ class RunRecord:
             if type(value) is not float:
                 _number(name, value)
         if self._stack_reporter is None:
-            if not (self._goes_on or self._files.broken or self.folder.is_dir()):
+            if not (self._goes_on or self._files.broken or (self.folder / PROCESSES).is_dir()):
                 why = "there is no such folder; RunRecord.begin makes it: call it on all ranks before step"
-                self._files.give_up(FileNotFoundError(errno.ENOENT, why, str(self.folder)))
+                self._files.give_up(FileNotFoundError(errno.ENOENT, why, str(self.folder / PROCESSES)))
             self._begin_to_write()
         with self._lock:
             self._trace.end_step(step, self._times.step_began)

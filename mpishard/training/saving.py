@@ -167,6 +167,8 @@ def load_checkpoint(
     if found is None:
         raise FileNotFoundError(f"no checkpoint in {folder}")
     if optimizer is not None:
+        if optimizer.state.has_gradients():  # of passes with other tensors, perhaps: then a sum waits for another rank
+            named.gradients.finalize()
         optimizer.own_checkpoints[checkpoints.folder] = None
         optimizer.state.restore_settings(found.facts)
         optimizer.state.restore(found.facts)

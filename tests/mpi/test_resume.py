@@ -309,6 +309,21 @@ def test_a_loop_of_ones_own_keeps_the_two_newest_of_its_own_run(mesh, folder):
     assert saved() == ["1", "3-2"]
 
 
+def test_a_load_after_passes_in_which_ranks_had_other_tensors(mesh, folder):
+    parameters = mpishard.FlatParameters([mpishard.ParameterSpec(name, (3,)) for name in "abc"])
+    optimizer = DDPOptimizer(RULE, mpishard.ShardingConfiguration(mesh, minimum_parameter_group_size=1))
+    optimizer.bind(parameters)
+    mpishard.save_checkpoint(folder, parameters, optimizer)
+    for name in "cba"[: mesh.rank]:
+        parameters.gradients[name] += 1
+        parameters.mark_ready(name)
+    mpishard.load_checkpoint(folder, parameters, optimizer)
+    assert not parameters.gradients.has_content
+    parameters.gradients["a"] += 1
+    optimizer.step(parameters)
+    assert parameters["a"].all() and not parameters["b"].any()
+
+
 def test_what_cannot_be_loaded_changes_nothing(mesh, folder):
     flat = np.linspace(-1, 1, 7)
     optimizer = DDPOptimizer(AdamW(lr=0.1), mesh)

@@ -465,6 +465,8 @@ def test_groups_are_checked_where_a_rule_meets_parameters() -> None:
             optimizer.rule = wrong
         with pytest.raises(ValueError, match="keeps momentum_buffer .*has nothing"):
             optimizer.rule = SGD(lr=0.1, momentum=0.9)
+        with pytest.raises(TypeError, match="rule_of .*got the class SGD"):
+            optimizer.rule = SGD
         optimizer.rule = SGD(lr=0.1, groups=[ParameterGroup("param*", lr_factor=2)])
         optimizer.step(parameters, np.ones(3))
         np.testing.assert_allclose(parameters.flat, [-0.3] * 3)

@@ -253,8 +253,9 @@ def test_what_an_error_has_ended_does_not_run_into_the_next_start(tmp_path: Path
 
 def test_a_loop_of_ones_own_notes_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with mpishard.Mesh() as mesh:
-        mpishard.RunRecord(tmp_path / "other", mesh).step(1, loss=1.0)
-        assert capsys.readouterr().err.count("RunRecord.begin makes it") == 1
+        for folder in (tmp_path / "other", tmp_path):  # the second is there
+            mpishard.RunRecord(folder, mesh).step(1, loss=1.0)
+            assert capsys.readouterr().err.count("RunRecord.begin makes it") == 1
         for reason in ("", "stopped by its queue"):
             with mpishard.RunRecord(tmp_path, mesh) as record:
                 record.begin()
@@ -426,6 +427,12 @@ def test_no_tensorboard_is_told_with_what_to_install(tmp_path: Path, monkeypatch
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with mpishard.Mesh() as mesh, pytest.raises(ModuleNotFoundError, match=r"pip install 'mpishard\[tensorboard\]'"):
         mpishard.RunRecord(tmp_path / "run", mesh, tensorboard=True)
+
+
+def test_tensorboard_takes_no_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    with mpishard.Mesh() as mesh, pytest.raises(ValueError, match="UTF-8, got .*leave tensorboard out"):
+        mpishard.RunRecord(tmp_path / "\udcff", mesh, tensorboard=True)
 
 
 def test_the_next_first_rank_writes_what_a_dead_one_has_not(tmp_path: Path, environ: Callable[..., None]) -> None:

@@ -216,14 +216,14 @@ class LineSearch(ABC, Generic[State]):
         """
         if state.reason:
             return state, Verdict.FAIL
-        state = replace(state, evaluations=state.evaluations + 1)
-        trial = Trial(state.step, float(value), float(slope))
+        evaluations, trial = state.evaluations + 1, Trial(state.step, float(value), float(slope))
         if math.isfinite(trial.value) and math.isfinite(trial.slope):
             best = trial if trial.value < state.best.value else state.best
-            state = replace(state, best=best, not_finite=0, farthest=max(state.farthest, trial.step))
+            farthest = max(state.farthest, trial.step)
+            state = replace(state, evaluations=evaluations, best=best, not_finite=0, farthest=farthest)
             state, verdict = self._decide(state, trial)
         else:
-            state, verdict = self._shorten(state, trial)
+            state, verdict = self._shorten(replace(state, evaluations=evaluations), trial)
         if verdict is Verdict.EVALUATE and state.evaluations >= self.maxls:
             falls = trial.slope < 0 and state.best.step == state.farthest == trial.step
             state = replace(state, unbounded=state.unbounded or (falls and self.maxls >= _FAR))
