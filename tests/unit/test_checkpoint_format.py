@@ -7,6 +7,7 @@ import json
 import resource
 import shutil
 import subprocess
+from enum import StrEnum
 
 import h5py
 import numpy as np
@@ -149,6 +150,15 @@ def test_values_that_do_not_fit_are_not_written(tmp_path):
 def test_facts_that_cannot_be_stored(tmp_path, fact, message):
     with pytest.raises(ValueError, match=message):
         save(tmp_path / "step", facts=fact)
+
+
+class Mode(StrEnum):
+    FAST = "fast"
+
+
+def test_texts_of_other_classes_are_texts(tmp_path):
+    save(tmp_path / "step", facts={"host": np.str_("node7"), "mode": Mode.FAST})
+    assert read_index(tmp_path / "step").facts == {"host": "node7", "mode": "fast"}
 
 
 def test_an_index_must_have_each_element_once(tmp_path):
