@@ -115,7 +115,7 @@ def map_runs(
             raise ValueError(
                 f"ranks_each={ranks_each} does not divide the {mesh.size} ranks of the mesh; give {fitting}"
             )
-        where = None if folder is None else path("folder", folder)
+        where = None if folder is None else path("folder", folder).absolute()  # a case may change the directory
         if flag("resume", resume) and folder is None:
             raise ValueError("resume=True takes the results in a folder, but there is none; give folder=")
         if progress is not None:
