@@ -33,6 +33,7 @@ from mpishard.inverse.result import OptimizeResult
 from mpishard.io import log
 from mpishard.io.files import is_deep, read_note, write_note
 from mpishard.io.terminal import is_terminal
+from mpishard.launch.processes import remove_leftovers
 from mpishard.training.metrics import ProgressBar
 
 _HASH = "xxh3_128"  # the entry of a file, and the name of the hash
@@ -252,6 +253,7 @@ class _SavedResults:
     def open(self, resume: bool) -> dict[int, Any]:
         """The existing results, by case; makes the folder."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self._folder, r"case-\d+\.json")
         notes = {number: self._note(number) for number in range(len(self._texts))}
         notes = {number: note for number, note in notes.items() if note is not None}
         if notes and not resume:

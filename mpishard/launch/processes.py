@@ -75,6 +75,21 @@ def state_here(name: str) -> str:
     return STOPPED if state in "Tt" else DEAD if state in "ZX" else ""
 
 
+def remove_leftovers(folder: Path, name: str) -> None:
+    """Remove what processes of this machine that are dead have left in a folder, as ``.NAME-HOST-PROCESS-8 DIGITS``.
+
+    `name` is a regular expression.
+    """
+    left = re.compile(rf"\.(?:{name})-(.+-\d+)-[0-9a-f]{{8}}")
+    for path in folder.glob(".*"):
+        if (found := left.fullmatch(path.name)) and state_here(found[1]) in (GONE, DEAD):
+            with contextlib.suppress(OSError):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
+
 def this_machine() -> str:
     """A text that only processes have in common that see each other; OSError if this system does not tell."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")

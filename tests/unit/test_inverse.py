@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from datetime import date
@@ -821,3 +823,12 @@ def test_the_result_of_one_case_is_not_taken_for_that_of_another(cases: list[Any
     _SavedResults(tmp_path, cases).save(0, "of the first")
     with pytest.raises(ValueError, match=r"another case for cases\[0\]"):
         _SavedResults(tmp_path, cases[::-1]).open(resume=True)
+
+
+def test_what_a_killed_save_left_goes(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = tmp_path / f".case-0.json-{os.uname().nodename}-{ended.pid}-01234567"
+    left.touch()
+    _SavedResults(tmp_path, [1.0]).open(resume=False)
+    assert not left.exists()

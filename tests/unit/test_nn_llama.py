@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import resource
+import subprocess
 from typing import Any
 
 import numpy as np
@@ -467,6 +469,20 @@ def test_a_full_disk_is_an_error_of_the_file(folder, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not [path for path in tmp_path.iterdir() if "full" in path.name]
+
+
+def test_what_a_killed_export_left_goes(folder, tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    host = os.uname().nodename
+    left, alive, other = (
+        tmp_path / f".{name}-{host}-{process}-01234567"
+        for name, process in (("tuned", ended.pid), ("tuned", os.getpid()), ("other", ended.pid))
+    )
+    for path in (left, alive, other):
+        path.mkdir()
+    nn.export_pretrained(nn.import_pretrained(folder), tmp_path / "tuned")
+    assert not left.exists() and alive.exists() and other.exists()
 
 
 def test_an_export_is_where_a_link_leads_to(folder, tmp_path):
