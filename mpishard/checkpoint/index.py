@@ -96,8 +96,8 @@ def write_index(
                 texts[name.removesuffix(_JSON)] = json.dumps(value, sort_keys=True)
             elif isinstance(value, np.ndarray):
                 h5.create_dataset(f"history/{name}", data=value)
-            else:
-                h5.attrs[name] = value
+            else:  # h5py takes no text of another class, as NumPy's
+                h5.attrs[name] = str.__str__(value) if isinstance(value, str) else value
         for name, text in texts.items():
             h5.create_dataset(f"json/{name}", data=text, dtype=h5py.string_dtype())
         if virtual:

@@ -8,6 +8,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -384,21 +385,25 @@ class HDF5Tokens:
             file = h5py.File(self.path, "r", rdcc_nbytes=_CACHE)
         except OSError as error:
             raise OSError(f"{self.path} is no HDF5 file, or is cut short: {printable(str(error))}") from None
-        try:
-            hdf5.check_hard_links(file, self.dataset)
-            found = file[self.dataset]
-            if not isinstance(found, h5py.Dataset):
-                raise ValueError("it is a group")
-            hdf5.check_array(found.id)
-        except (ValueError, KeyError, RuntimeError) as error:
+        with ExitStack() as after_error:  # the traceback may be kept, as in a notebook, and would keep it open
+            after_error.callback(file.close)
             try:
-                listed = f"it has {shown(sorted(file))}"
-            except RuntimeError:
-                listed = "the file is damaged"
-            raise ValueError(
-                f"{self.path} has no data set {self.dataset!r} of tokens: {printable(str(error))}; {listed}"
-            ) from None
-        return Tokens(f"{self.path}:{self.dataset}", found)
+                hdf5.check_hard_links(file, self.dataset)
+                found = file[self.dataset]
+                if not isinstance(found, h5py.Dataset):
+                    raise ValueError("it is a group")
+                hdf5.check_array(found.id)
+            except (ValueError, KeyError, RuntimeError) as error:
+                try:
+                    listed = f"it has {shown(sorted(file))}"
+                except RuntimeError:
+                    listed = "the file is damaged"
+                raise ValueError(
+                    f"{self.path} has no data set {self.dataset!r} of tokens: {printable(str(error))}; {listed}"
+                ) from None
+            tokens = Tokens(f"{self.path}:{self.dataset}", found)
+            after_error.pop_all()
+        return tokens
 
 
 @dataclass(frozen=True)

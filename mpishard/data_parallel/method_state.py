@@ -25,9 +25,9 @@ from mpishard.data_parallel.ownership import spans_of
 from mpishard.data_parallel.rank_state import RankState, cut_full, gather_slot
 from mpishard.data_parallel.settings import Configured, settings_of_method
 from mpishard.data_parallel.strategies import Strategy
-from mpishard.data_parallel.validation import check_copies, check_method
+from mpishard.data_parallel.validation import check_copies, check_method, name_of_kind
 from mpishard.io import log
-from mpishard.layout.run_state import SLOT, whole_fact
+from mpishard.layout.run_state import SLOT, names_fact, whole_fact
 from mpishard.layout.tensors import ParameterSpec, cut_holding
 from mpishard.minimizers.elements import (
     OfThisRank,
@@ -520,11 +520,20 @@ class MinimizationState(OptimizerState):
             self.publish(point)
 
     def check(self, facts: Mapping[str, Any]) -> None:
+        saved, own = map(name_of_kind, (facts.get("rule", "none"), type(self._method).__name__))
+        if saved != own:
+            raise ValueError(
+                f"the state is of {saved}, and this is {own}; give each its own folder, or begin with the saved "
+                "parameters alone"
+            )
+        metadata, slots = facts.get(_METADATA), names_fact(facts, "slots.json")
+        if isinstance(metadata, Mapping) and sorted(slots) != sorted(self.slot_names):
+            check_metadata(self._method, metadata, self._element_options)  # names the option that differs
         super().check(facts)
-        if not isinstance(facts.get(_METADATA), Mapping):
+        if not isinstance(metadata, Mapping):
             raise ValueError(f"the state has no {_METADATA}: it is not of a run by {type(self._method).__name__}")
         self.batches_in(facts)
-        check_metadata(self._method, facts[_METADATA], self._element_options)
+        check_metadata(self._method, metadata, self._element_options)
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         self._resume(facts[_METADATA])

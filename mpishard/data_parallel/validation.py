@@ -17,6 +17,7 @@ from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.strategies import Sharding, Strategy
 from mpishard.layout.run_state import brief
 from mpishard.minimizers import Method
+from mpishard.minimizers.double_pass import DoublePass
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters, check_flat
 from mpishard.parameters.reducer import GradientReducer
@@ -249,6 +250,11 @@ def check_saved_rule(
             f"(slots: {ours}); make the rule as it was when it was saved, or load only the parameters: "
             "load_checkpoint(folder, parameters, mesh=mesh)"
         )
+
+
+def name_of_kind(rule: Any) -> str:
+    """What a saved state is of, for a message: `laplace` by its name, others by those of their rules."""
+    return "laplace" if rule == DoublePass.__name__ else brief(rule)
 
 
 def check_problem(problem: Any) -> None:

@@ -13,8 +13,11 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from datetime import date, time, timedelta
+from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +33,7 @@ from mpishard.inverse.result import OptimizeResult
 from mpishard.io import log
 from mpishard.io.files import is_deep, read_note, write_note
 from mpishard.io.terminal import is_terminal
+from mpishard.launch.processes import remove_leftovers
 from mpishard.training.metrics import ProgressBar
 
 _HASH = "xxh3_128"  # the entry of a file, and the name of the hash
@@ -112,13 +116,13 @@ def map_runs(
             raise ValueError(
                 f"ranks_each={ranks_each} does not divide the {mesh.size} ranks of the mesh; give {fitting}"
             )
-        where = None if folder is None else path("folder", folder)
+        where = None if folder is None else path("folder", folder).absolute()  # a case may change the directory
         if flag("resume", resume) and folder is None:
             raise ValueError("resume=True takes the results in a folder, but there is none; give folder=")
         if progress is not None:
             flag("progress", progress)
         saved = None if where is None else _SavedResults(where, cases)
-        same |= {f"case {number}": case for number, case in enumerate(cases)}
+        same |= {f"case {number}": _text_of(case) for number, case in enumerate(cases)}
         same |= {"ranks_each": ranks_each, "folder": str(folder), "resume": resume}
     known: dict[int, Any] = {}
     if saved is not None:
@@ -244,11 +248,12 @@ class _SavedResults:
     """The results of finished cases, in a folder."""
 
     def __init__(self, folder: Path, cases: list[Any]) -> None:
-        self._folder, self._texts = folder, [text_of(case) for case in cases]
+        self._folder, self._texts = folder, [_text_of(case) for case in cases]
 
     def open(self, resume: bool) -> dict[int, Any]:
         """The existing results, by case; makes the folder."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self._folder, r"case-\d+\.json")
         notes = {number: self._note(number) for number in range(len(self._texts))}
         notes = {number: note for number, note in notes.items() if note is not None}
         if notes and not resume:
@@ -296,6 +301,29 @@ class _SavedResults:
 
     def _path(self, number: int) -> Path:
         return self._folder / f"case-{number}.json"
+
+
+def _text_of(case: Any) -> str:
+    """A case as text, another one for each."""
+    return text_of(_plain(case))
+
+
+def _plain(value: Any) -> Any:
+    """What is in a case, as `text_of` tells it from others: of arrays of JAX, dates or sets it has the kind alone."""
+    if isinstance(value, SimpleNamespace):
+        value = vars(value)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(_text_of, value))
+    if isinstance(value, date | time | timedelta | np.datetime64 | np.timedelta64 | Enum | range | slice):
+        return str(value)
+    if hasattr(value, "__array__") and not isinstance(value, np.ndarray | np.generic | type):
+        with contextlib.suppress(Exception):  # one on a device, or of a dtype that NumPy has not
+            value = np.asarray(value.detach() if hasattr(value, "detach") else value)
+    return _plain(value.tolist()) if isinstance(value, np.ndarray) and value.dtype.hasobject else value
 
 
 def _hash_of(case: Any, result: Any) -> str:

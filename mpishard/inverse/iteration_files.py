@@ -10,6 +10,7 @@ import numpy as np
 
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.supervisor_reports import take_restart
+from mpishard.data_parallel.validation import name_of_kind
 from mpishard.inverse.run_arguments import RunArguments
 from mpishard.inverse.run_files import LOOP_NUMBERS, report_resumed
 from mpishard.io import log
@@ -76,7 +77,7 @@ class IterationFiles:
         """Raise ValueError unless these are the facts of a checkpoint of this method."""
         found = facts.get(LOOP_NUMBERS)
         numbers = dict(found) if isinstance(found, Mapping) else {}
-        method = numbers.pop("method", facts.get("rule", "another function"))
+        method = numbers.pop("method", name_of_kind(facts.get("rule", "another function")))
         folder = self._checkpoints.folder
         if method != self._name:
             raise ValueError(

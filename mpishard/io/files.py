@@ -204,7 +204,7 @@ def write_note(path: Path, content: Any, *, private: bool = False) -> None:
 
     NotPrivateError if the folder must be private to the owner and is not.
     """
-    temporary = f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    temporary = f".{path.name}-{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         with opened(path.parent, private=private) as folder:
             try:

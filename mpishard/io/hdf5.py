@@ -31,7 +31,12 @@ _TEXT_REFERENCE = 16  # bytes on disk for each text of variable length
 def open_to_read(path: Path | str, **options: Any) -> h5py.File:
     """Open a file of unknown origin; OSError if it is no regular file.  `options` are those of h5py."""
     files.check(path)
-    return h5py.File(path, "r", **options)
+    try:
+        return h5py.File(path, "r", **options)
+    except OSError as error:
+        if "locking" not in str(error):
+            raise
+        return h5py.File(path, "r", **{**options, "locking": None})  # as who has it open in this process, too
 
 
 def check_hard_link(h5: h5py.Group, path: str) -> None:

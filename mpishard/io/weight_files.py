@@ -41,13 +41,15 @@ def read_json(path: Path) -> dict[str, Any]:
 def stored_tensors(folder: Path, file: str | None = None) -> list[StoredWeight]:
     """All tensors of a folder, or of one file in it, from the headers of the files."""
     weight_map = None
-    if file is None and (folder / INDEX).is_file():
+    # Beside one file `transformers` heeds no index: it leaves that of an earlier save there.
+    is_one = file is not None or (folder / SINGLE).is_file()
+    if not is_one and (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(
             isinstance(file, str) and Path(file).name == file for file in weight_map.values()
         ):
             raise ValueError(f"{folder / INDEX} has no weight_map from names of tensors to files next to it")
-    elif file is None and not (folder / SINGLE).is_file():
+    elif not is_one:
         raise ValueError(
             f"{folder} has neither {SINGLE} nor {INDEX}; other files of weights are not read: load them in "
             "transformers, and call save_pretrained"

@@ -89,6 +89,21 @@ def identity(process: int) -> tuple[str, int, str]:
     return "", process, ""
 
 
+def remove_leftovers(folder: Path, name: str) -> None:
+    """Remove what processes of this machine that are dead have left in a folder, as ``.NAME-HOST-PROCESS-8 DIGITS``.
+
+    `name` is a regular expression.
+    """
+    left = re.compile(rf"\.(?:{name})-(.+-\d+)-[0-9a-f]{{8}}")
+    for path in folder.glob(".*"):
+        if (found := left.fullmatch(path.name)) and state_here(found[1]) in (GONE, DEAD):
+            with contextlib.suppress(OSError):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
+
 def descendants(of: int | None = None) -> set[int]:
     """Process numbers of all living descendants of a process; default: of this one."""
     return set(_parents(of))

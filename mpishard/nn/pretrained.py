@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh, checked_mesh
 from mpishard.comm.reshard import reshard
 from mpishard.io.weight_files import DTYPES, INDEX, SINGLE, StoredWeight, WeightFiles, read_json, stored_tensors
+from mpishard.launch.processes import remove_leftovers
 from mpishard.layout.boxes import Box, box_shape
 from mpishard.layout.run_state import PARAMETERS, Shard
 from mpishard.layout.tensors import LocalLayout, Piece, cut_holding
@@ -322,7 +324,7 @@ def export_pretrained(
         [SINGLE] if len(files) == 1 else [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
     )
     config = {**table.whole_config(model.architecture), **model.token_ids, "torch_dtype": stored_as.name}
-    temporary = target.parent / f".{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    temporary = target.parent / f".{target.name}-{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
     writes = world.rank == 0
     try:
         _together(world, writes, lambda: _begin(target, temporary))
@@ -415,6 +417,7 @@ def _together(world: Axis, works: bool, work: Callable[[], None]) -> None:
 def _begin(target: Path, temporary: Path) -> None:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise FileExistsError(f"{target} exists, and is not an empty folder; export to a new one")
+    remove_leftovers(target.parent, re.escape(target.name))
     temporary.mkdir(parents=True)
 
 

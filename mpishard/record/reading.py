@@ -237,7 +237,7 @@ class Run:
         processes = [Process(file.stem, lines) for file in files if (lines := own_lines(read_lines(file)[0]))]
         processes.sort(key=lambda process: process.lines[-1]["rank"])
         metrics = _columns(own_metrics(read_lines(folder / METRICS)[0]))
-        logged = _series(own_metrics(read_lines(folder / LOGGED)[0]), metrics["step"])
+        logged = _series(own_metrics(read_lines(folder / LOGGED)[0]), metrics)
         return cls(folder, own_starts(read_lines(folder / STARTS)[0]), metrics, processes, logged)
 
     @property
@@ -351,11 +351,16 @@ def _columns(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     return found | {"step": np.array([row["step"] for row in ordered], np.int64)}
 
 
-def _series(lines: list[dict[str, Any]], taken: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Steps and values by name: the last value of each step, without steps that a later start has undone."""
-    last = taken[-1] if len(taken) else -1
+def _series(lines: list[dict[str, Any]], metrics: dict[str, np.ndarray]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Steps and values by name: the last value of each step, without steps that a later start has taken back."""
+    taken = metrics["step"].tolist()
+    last = taken[-1] if taken else -1
+    starts = dict(zip(taken, metrics["start"].tolist(), strict=True)) if "start" in metrics else {}
     found: dict[str, dict[int, float]] = {}
     for line in lines:
+        start: Any = line.get("start")
+        if is_number(start) and start < starts.get(line["step"], start):
+            continue
         for name, value in series_of(line).items():
             if line["step"] <= last:
                 found.setdefault(name, {})[line["step"]] = np.nan if value is None else value

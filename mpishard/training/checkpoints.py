@@ -85,7 +85,7 @@ class RunProgress:
 def _validated(facts: Mapping[str, Any], clock: int) -> tuple[tuple[int, float], ...]:
     """The validation losses among the facts of a checkpoint after step `clock`; ValueError if they are invalid."""
     steps, losses = facts.get(_STEPS), facts.get(_LOSS)
-    if steps is None and losses is None:
+    if steps is None and not isinstance(losses, np.ndarray):  # a number may be a fact of a loop of the user's
         return ()
     if not (isinstance(steps, np.ndarray) and isinstance(losses, np.ndarray) and steps.shape == losses.shape):
         raise ValueError(f"{_STEPS} and {_LOSS} of the saved state must be arrays of one size")

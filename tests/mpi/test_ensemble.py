@@ -127,6 +127,13 @@ def test_a_run_that_resumes_repeats_no_case_that_is_done(mesh, comm, folder):
         mpishard.map_runs(run, cases, mesh, folder=place, resume=True)
 
 
+def test_cases_may_change_the_directory(mesh, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    results = mpishard.map_runs(lambda case, own: os.chdir("/") or case, [1.0, 2.0, 3.0], mesh, folder="runs")
+    assert results == [1.0, 2.0, 3.0]
+    assert sorted(os.listdir(folder / "runs")) == ["case-0.json", "case-1.json", "case-2.json"]
+
+
 def test_a_damaged_result_is_refused_and_run_again_once_it_is_removed(mesh, comm, folder):
     def resumed():
         return mpishard.map_runs(lambda case, own: np.array([case, 4.0]), [1.0, 2.0], mesh, folder=folder, resume=True)

@@ -182,6 +182,12 @@ def test_it_goes_on_from_a_checkpoint_with_the_same_bits(mesh, folder, alone):
             for x, other, what in ((POINT + 1, prior, "x"), (POINT, DiagonalPrior(3.0), "prior")):
                 with pytest.raises(ValueError, match=f"of another {what}:"):
                     laplace(x, hessp, other, **files, **OPTIONS)
+            with pytest.raises(ValueError, match="is of rank=8, and this is 9"):
+                laplace(POINT, hessp, prior, **files, **{**OPTIONS, "rank": 9})
+            with pytest.raises(ValueError, match="is of laplace, and this is LBFGSB"):
+                mpishard.minimize(lambda x: (x @ x, 2 * x), POINT, **files)
+            with pytest.raises(ValueError, match="is of laplace, and this is lsqr"):
+                mpishard.lsqr(np.eye(3), np.ones(3), **files)
         if mesh.rank == 0:
             assert Run.read(folder / f"record {fails}").metrics["step"].tolist() == [*range(saved + 1, PRODUCTS + 1)]
 

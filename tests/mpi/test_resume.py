@@ -208,7 +208,7 @@ def test_a_run_goes_on_from_a_loop_of_ones_own(mesh, folder):
     flat, optimizer = np.zeros(6), DDPOptimizer(RULE, mesh)
     for step in range(3):
         optimizer.step(flat, np.full(6, step + 1.0))
-    mpishard.save_checkpoint(folder, flat, optimizer, facts={"loss": 2.5})
+    mpishard.save_checkpoint(folder, flat, optimizer, facts={"loss": 2.5, "validation_loss": 3.5})
     with Checkpoints(folder, mesh) as checkpoints:
         result = DDPOptimizer(RULE, mesh).optimize(problem(5), progress=False, checkpoints=checkpoints, resume=True)
     assert (result.steps, result.resumed_steps, result.samples) == (5, 3, 40)

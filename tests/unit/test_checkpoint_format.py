@@ -7,6 +7,7 @@ import json
 import resource
 import shutil
 import subprocess
+from enum import StrEnum
 
 import h5py
 import numpy as np
@@ -75,6 +76,8 @@ def test_any_reader_of_hdf5_sees_whole_tensors(tmp_path, monkeypatch):
             assert np.array_equal(dataset[()], values(kind, name))
         assert (h5.attrs["steps"], h5.attrs["rule"], h5.attrs["version"]) == (50, "AdamW", 2)
         assert json.loads(h5["json/rule"][()]) == FACTS["rule.json"]
+        # Files that a user has open in this process, which HDF5 has locked.
+        assert np.array_equal(read(read_index(moved), "parameters", "plain.weight"), h5["parameters/plain.weight"][()])
     if shutil.which("h5dump"):  # of an older version
         command = ["h5dump", "-y", "-w", "0", "-d", "/parameters/plain.weight", str(moved / "index.h5")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -147,6 +150,15 @@ def test_values_that_do_not_fit_are_not_written(tmp_path):
 def test_facts_that_cannot_be_stored(tmp_path, fact, message):
     with pytest.raises(ValueError, match=message):
         save(tmp_path / "step", facts=fact)
+
+
+class Mode(StrEnum):
+    FAST = "fast"
+
+
+def test_texts_of_other_classes_are_texts(tmp_path):
+    save(tmp_path / "step", facts={"host": np.str_("node7"), "mode": Mode.FAST})
+    assert read_index(tmp_path / "step").facts == {"host": "node7", "mode": "fast"}
 
 
 def test_an_index_must_have_each_element_once(tmp_path):

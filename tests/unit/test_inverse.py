@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -769,6 +773,19 @@ def test_a_picture_of_a_curve_without_matplotlib(monkeypatch: pytest.MonkeyPatch
 # The results of `map_runs` in a folder.
 
 
+class Foreign:
+    """An array of another library."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array([self.value])
+
+    def __repr__(self) -> str:
+        return f"Foreign({self.value})"
+
+
 @pytest.mark.full
 def test_a_result_that_is_larger_than_a_note_is_read_again(tmp_path: Path) -> None:
     saved, value = _SavedResults(tmp_path, ["large"]), np.ones(LARGEST_NOTE * 3 // 4 + 3, bool)  # 4 characters for 3
@@ -787,8 +804,31 @@ def test_an_array_whose_bytes_do_not_tell_all_is_not_saved(value: Array, tmp_pat
         _SavedResults(tmp_path, [1.0]).save(0, value)
 
 
-@pytest.mark.parametrize("cases", [[1 + 2j, 2 + 2j], [Path("a.h5"), Path("b.h5")], [(b"a",), (b"b",)]], ids=str)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [1 + 2j, 2 + 2j],
+        [Path("a.h5"), Path("b.h5")],
+        [(b"a",), (b"b",)],
+        [Foreign(1.0), Foreign(2.0)],
+        [{"days": [date(2026, 1, 1)]}, {"days": [date(2026, 1, 2)]}],
+        [{1, 2}, {1, 3}],
+        [range(2), range(3)],
+        [SimpleNamespace(x=np.zeros(1)), SimpleNamespace(x=np.ones(1))],
+        [np.array([None, "a"]), np.array([None, "b"])],
+    ],
+    ids=str,
+)
 def test_the_result_of_one_case_is_not_taken_for_that_of_another(cases: list[Any], tmp_path: Path) -> None:
     _SavedResults(tmp_path, cases).save(0, "of the first")
     with pytest.raises(ValueError, match=r"another case for cases\[0\]"):
         _SavedResults(tmp_path, cases[::-1]).open(resume=True)
+
+
+def test_what_a_killed_save_left_goes(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = tmp_path / f".case-0.json-{os.uname().nodename}-{ended.pid}-01234567"
+    left.touch()
+    _SavedResults(tmp_path, [1.0]).open(resume=False)
+    assert not left.exists()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import resource
+import subprocess
 from typing import Any
 
 import numpy as np
@@ -291,6 +293,14 @@ def test_names_without_prefix_masks_and_a_copy_of_a_tied_head_are_known(folder):
     np.testing.assert_array_equal(nn.import_pretrained(folder).parameters.flat, expected)
 
 
+def test_beside_one_file_no_index_counts_as_for_transformers(folder):
+    """`save_pretrained` leaves there that of an earlier save in several files."""
+    expected = nn.import_pretrained(folder).parameters.flat
+    old = {"weight_map": {"wte": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(old))
+    np.testing.assert_array_equal(nn.import_pretrained(folder).parameters.flat, expected)
+
+
 def test_another_copy_of_a_tied_head_is_refused(folder):
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1
@@ -345,7 +355,11 @@ def weights(**changed):
 
 
 def index(**weight_map):
-    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=weight_map)))
+    def change(folder):
+        (folder / "model.safetensors").rename(folder / "part.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=weight_map)))
+
+    return change
 
 
 def cut(folder):
@@ -364,7 +378,7 @@ BAD = [
     ),
     (config(x=json.loads("[" * 500 + "]" * 500)), ValueError, "config.json is not JSON: its lists"),
     (weights(**{"h.1.\x1b[2Jadapter": np.zeros(3)}), ValueError, r"h\.1\.\\x1b\[2Jadapter"),
-    (index(**{"\x1b[2J": "model.safetensors"}), ValueError, r"names \\x1b\[2J"),
+    (index(**{"\x1b[2J": "part.safetensors"}), ValueError, r"names \\x1b\[2J"),
     (config(model_type="mamba"), ValueError, "model_type='mamba'; .*qwen3"),
     (config(n_embd=None), ValueError, "config.json has no n_embd"),
     (config(n_head=3), ValueError, "width 8 .*3 heads"),
@@ -383,9 +397,9 @@ BAD = [
     (weights(**{"wpe.weight": np.zeros((4, 8))}), ValueError, r"wpe.weight .*\(4, 8\)"),
     (cut, ValueError, "model.safetensors .*damaged"),
     (lambda folder: (folder / "model.safetensors").unlink(), ValueError, "has neither model.safetensors nor"),
-    (index(wte="../model.safetensors"), ValueError, "has no weight_map"),
+    (index(wte="../part.safetensors"), ValueError, "has no weight_map"),
     (index(wte="absent.safetensors"), FileNotFoundError, "absent.safetensors"),
-    (index(wte="model.safetensors"), ValueError, "names wte"),
+    (index(wte="part.safetensors"), ValueError, "names wte"),
 ]
 
 
@@ -455,6 +469,20 @@ def test_a_full_disk_is_an_error_of_the_file(folder, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not [path for path in tmp_path.iterdir() if "full" in path.name]
+
+
+def test_what_a_killed_export_left_goes(folder, tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    host = os.uname().nodename
+    left, alive, other = (
+        tmp_path / f".{name}-{host}-{process}-01234567"
+        for name, process in (("tuned", ended.pid), ("tuned", os.getpid()), ("other", ended.pid))
+    )
+    for path in (left, alive, other):
+        path.mkdir()
+    nn.export_pretrained(nn.import_pretrained(folder), tmp_path / "tuned")
+    assert not left.exists() and alive.exists() and other.exists()
 
 
 def test_an_export_is_where_a_link_leads_to(folder, tmp_path):

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from records import process_line, write
+from records import process_line, write, write_lines
 
 import mpishard
 from mpishard.cli import main
@@ -149,6 +149,14 @@ class TestRun:
         steps, seconds = process.by_step("seconds")
         np.testing.assert_array_equal(steps, [1, 2, 3])
         np.testing.assert_array_equal(seconds, [0.5, 0.25, 0.125])
+
+    def test_logged_values_of_a_step_that_a_later_start_has_repeated_do_not_count(self, tmp_path: Path) -> None:
+        starts = {1: 1, 2: 1, 3: 2, 4: 2}  # by step; from a checkpoint of step 2, after the first had come to step 4
+        run = write(tmp_path / "run", [{"step": step, "start": start, "loss": 1.0} for step, start in starts.items()])
+        logged = [(0, 1), (2, 1), (3, 1), (4, 2)]
+        write_lines(run / "logged.jsonl", *({"step": step, "start": start, "a": start} for step, start in logged))
+        steps, values = Run.read(run).logged["a"]
+        assert (steps.tolist(), values.tolist()) == ([0, 2, 4], [1, 1, 2])
 
     def test_logged_values_are_the_last_of_each_step(self, tmp_path: Path) -> None:
         run = write(tmp_path / "run", [{"step": s, "loss": 1.0, "rank_of": s if s == 2 else None} for s in (1, 2, 3)])

@@ -524,12 +524,15 @@ def test_arrays_that_are_no_tokens(tmp_path, make, values):
     ],
 )
 def test_wrong_hdf5_files(tmp_path, file, name, kind, message):
+    h5py = pytest.importorskip("h5py")
     data = hdf5(tmp_path, [1, 2]).path.read_bytes()
     (tmp_path / "b.h5").write_bytes(data[:700])
     heap = data.index(b"HEAP") + 16  # of the names, and its list of free bytes
     (tmp_path / "d.h5").write_bytes(data[:heap] + b"\xaa" * 8 + data[heap + 8 :])
-    with pytest.raises(kind, match=rf"{file} .*{message}"):
+    with pytest.raises(kind, match=rf"{file} .*{message}") as caught:
         TokenData(HDF5Tokens(tmp_path / file, name), 1)
+    with h5py.File(tmp_path / file, "w"):  # which HDF5 refuses while it is open
+        assert caught.value.__traceback__ is not None
 
 
 @pytest.mark.parametrize(
