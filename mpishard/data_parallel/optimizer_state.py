@@ -339,6 +339,9 @@ class OptimizerState(ABC):
         compressed gradients and no step has used them yet; FloatingPointError if any worker of Local SGD had a NaN or
         infinite gradient that it must raise for, with all workers in one state.
         """
+        if self._carried is not None:
+            with raised_on_all(self._optimizer.world):
+                _ = self._carried.facts  # ValueError of a buffer that was replaced by another kind, perhaps here alone
         self.resync()
         for each in self.auxiliary:
             each.consolidate()
