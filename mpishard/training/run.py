@@ -300,7 +300,7 @@ class TrainingRun:
         return self.checkpoints.keeps_best and self._best_saved < step and self.validation.best_at(step)
 
     def _refuse_misuse(self) -> None:
-        """Raise if the function has changed its inputs: on all ranks, which is collective, or on this one alone.
+        """Raise if the function has changed its inputs: on all ranks, which is collective, or as its other errors.
 
         Ranks that meet for the first time may have taken different numbers of steps, so that not all come here.
         """
@@ -308,7 +308,8 @@ class TrainingRun:
         if not self._transactional:
             self.optimizer.world.raise_if_any(misuse)
         elif misuse is not None:
-            raise misuse
+            with self.deferred_error.capture(alone=not self.runner.together):
+                raise misuse
 
     # -- beginning and end ------------------------------------------------------------------------------------------
 

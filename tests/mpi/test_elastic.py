@@ -331,6 +331,14 @@ def test_an_error_is_the_users_and_reaches_the_spares(mesh):
     problem = OptimizationProblem(function, np.zeros(3), samples=45, batch_size=16, steps=2)
     with pytest.raises(ArithmeticError, match="spoilt"):
         elastic(STRATEGIES[0], mesh).optimize(problem, progress=False)
+
+    def moving(parameters, samples, gradients):
+        samples += own == mesh.size - 1
+        return 0.0
+
+    problem = OptimizationProblem(moving, np.zeros(3), samples=45, batch_size=16, steps=2)
+    with pytest.raises(ValueError, match="changes the sample indices"):
+        elastic(STRATEGIES[0], mesh).optimize(problem, progress=False)
     optimizer = elastic(STRATEGIES[0], mesh, max_workers=mesh.size)
 
     def callback(state):
