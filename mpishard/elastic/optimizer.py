@@ -449,11 +449,11 @@ class ElasticOptimizer:
             check_problem(made)
             if trained is not None and isinstance(made.start, FlatParameters):  # the call continues an earlier one
                 made.start.held[...] = trained.held
-            why_not = MeshLimits(self.optimizer, made)
+            # One that joins may become the first, which chooses, and refuses what others ask for.
+            self._choice.why_not = why_not = MeshLimits(self.optimizer, made)
             if not is_joining():
-                self._choice.why_not = why_not
                 self._choice.check()
-            if self._choice.auto is not None:  # one that joins may become the first, which chooses
+            if self._choice.auto is not None:
                 from mpishard.elastic.auto_layouts import AutoLayouts  # with the estimates
 
                 auto = AutoLayouts() if self._choice.auto == "auto" else self._choice.auto

@@ -365,20 +365,26 @@ def test_no_mesh_that_the_run_cannot_have(mesh):
     assert chosen(1) == {"data": 1, "tensor": 1, "pipeline": 1}
 
 
-def test_a_process_that_joins_can_choose_too(mesh, monkeypatch):
-    """It may become the first one."""
+@pytest.mark.parametrize("shards", [4, 1])
+def test_a_process_that_joins_can_choose_too(mesh, monkeypatch, shards):
+    """It may become the first one.  It has the tensor size of the run once it has joined it."""
     monkeypatch.setattr(optimizer, "is_joining", lambda: True)
-    elastic = ElasticOptimizer(AdamW(), mesh, layouts="auto")
-    elastic._built(
-        lambda mesh: OptimizationProblem.for_model(
-            nn.GPT(vocabulary_size=64, context_length=16, width=32, layers=4, heads=4, mesh=mesh, shards=4),
-            lambda samples: (),
-            samples=64,
-            batch_size=32,
-            steps=1,
+    auto, function = (ElasticOptimizer(AdamW(), mesh, layouts=each) for each in ("auto", lambda ranks: {"tensor": 3}))
+    for elastic in (auto, function):
+        elastic._built(
+            lambda mesh: OptimizationProblem.for_model(
+                nn.GPT(vocabulary_size=64, context_length=16, width=32, layers=4, heads=4, mesh=mesh, shards=shards),
+                lambda samples: (),
+                samples=64,
+                batch_size=32,
+                steps=1,
+            )
         )
-    )
-    assert elastic._choice.best(4, 32).ranks == 4
+    monkeypatch.setattr(mesh, "tensor", SimpleNamespace(size=2))
+    assert auto._choice.best(4, 32).ranks == 4
+    assert auto._choice.best(4, 32).tensor == 2 or shards == 4
+    with pytest.raises(ValueError, match=r"layouts\(4\) returned .*tensor.*, but "):
+        function._choice.best(4, 32)
 
 
 def test_a_model_of_unknown_architecture(mesh):
