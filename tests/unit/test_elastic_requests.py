@@ -356,6 +356,15 @@ def test_without_a_limit_that_least_of_all_exceeds_memory(mesh, monkeypatch):
     assert chosen(8) == by_memory(mesh, made, 8)[1]
 
 
+def test_the_share_of_a_rank_follows_the_number_of_ranks(mesh, monkeypatch):
+    """Of the memory of a node, which the one rank that has begun the run had alone."""
+    least, smallest = by_memory(mesh, choice(mesh, AutoLayouts())[1], 8)
+    of_node = 8 * 1.001 * least
+    assert choice(mesh, AutoLayouts(memory_limit=of_node))[0](8) != smallest
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": of_node}.get)
+    assert choice(mesh, AutoLayouts())[0](8) == smallest
+
+
 def test_no_mesh_that_the_run_cannot_have(mesh):
     """A batch of two samples, and a tensor size that changes the bits."""
     chosen, _ = choice(mesh, AutoLayouts(), batch_size=2, reproducible=True)
