@@ -107,6 +107,10 @@ def test_a_request_is_within_the_limits_and_gives_every_worker_a_sample(target):
     with pytest.raises(ValueError, match=r"resize\(5\): batch_size=4"):
         target.resize(5)
     target.resize(4)
+    cells = WorkerTarget(4, min_workers=1, max_workers=6, fewest=2)
+    with pytest.raises(ValueError, match=r"resize\(1\): no mesh of layouts .*at least 2"):
+        cells.resize(1)
+    cells.resize(2)
 
 
 @pytest.mark.parametrize(("wanted", "workers", "agreed"), [(5, 2, 5), (None, 3, 3)])
@@ -258,6 +262,9 @@ def test_no_mesh_is_smaller_than_the_limit():
     choice = MeshChoice([{"tensor": 4}, {"tensor": 2, "data": 1}], 3)
     assert choice.best(4, 16) == (1, 4, 1) and choice.best(3, 16) is None
     assert MeshChoice(lambda ranks: {"data": min(ranks, 2)}, 3).best(8, 16) is None
+    assert choice.fewest == 4 and MeshChoice([{"tensor": 2}], 1).fewest == 2
+    assert MeshChoice([{"tensor": 2}, {"tensor": 4, "data": 3}], 5).fewest == 6
+    assert MeshChoice(lambda ranks: None, 3).fewest == 3
 
 
 @pytest.mark.parametrize("returned", [{"data": 5}, {"data": 3, "tensor": 2}, {"tensor": 5}])
@@ -280,6 +287,14 @@ def test_a_function_that_returns_more_than_there_is(returned):
 def test_invalid_layouts(layouts, error, match):
     with pytest.raises(error, match=match):
         MeshChoice(layouts, 1)
+
+
+def test_a_limit_that_is_set_later_counts(mesh):
+    elastic = ElasticOptimizer(AdamW(), mesh, layouts=[{"tensor": 2}])
+    elastic.min_workers = 3
+    assert elastic._choice.best(3, 16) is None
+    with pytest.raises(ValueError, match="at least 4"):
+        elastic.resize(3)
 
 
 def test_a_mesh_that_is_asked_for_must_be_listed():
