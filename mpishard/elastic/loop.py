@@ -281,6 +281,7 @@ class ElasticLoop:
         order = run.decisions.next_order()
         if order is None:
             return otherwise
+        run.training.checkpoints.wait()  # a save that has failed: once spares have the order, they hear of no error
         run.transactions.prepare_move()
         run.agreements.agree_as_workers()  # either all workers continue with the resizing, or none
         run.agreements.end_steps()
