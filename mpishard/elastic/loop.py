@@ -19,7 +19,7 @@ from mpishard.comm.abort import die, fail_alone, finalize_in_time
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
-from mpishard.comm.supervisor_reports import give_up, lead, leave_to_others, note_cell, note_training
+from mpishard.comm.supervisor_reports import give_up, lead, leave_to_others, note_cell, note_training, tell
 from mpishard.data_parallel.results import OptimizationResult
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.healing import heal
@@ -31,7 +31,7 @@ from mpishard.elastic.resizing import Resizing
 from mpishard.elastic.run import ElasticOptions, ElasticRun
 from mpishard.elastic.transactions import Agreements, RunStatus, Transactions
 from mpishard.io import log
-from mpishard.launch.job_notes import ON_ALL_RANKS, RunLost
+from mpishard.launch.job_notes import ON_ALL_RANKS, JobNotes, RunLost
 from mpishard.layout.tensors import WHOLE
 from mpishard.record.audits import PUT_OUT, STOPPED
 from mpishard.training import Scaling
@@ -133,6 +133,10 @@ class ElasticLoop:
             of_all = leave is None or getattr(error, ON_ALL_RANKS, 0) == membership.roles.size
             if of_all:
                 self._run.recruiter.dismiss()  # who is on the way would wait for a word, and MPI_Finalize for it
+                if Membership.lost:
+                    finalize_in_time()
+                if Membership.lost or membership.rank == 0:  # the script may catch it, and do something else
+                    tell(JobNotes.note_training, False)
             if leave is not None and of_all:
                 fail_alone(False)
                 atexit.unregister(leave)
