@@ -173,7 +173,7 @@ class ElasticLoop:
             if self.phase is not Phase.HEALING and (by_script or not self._heals):
                 raise
             return PhaseEvent.DIED
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # As of gradients that are not finite, or a full disk.  Where MPI heals, spares learn that the workers die.
             told = self._run.training.deferred_error.is_raised or self._heals
             if self.phase in (Phase.TRAINING, Phase.STOPPING) and not told and self._run.membership.rank == 0:

@@ -372,6 +372,17 @@ def test_gradients_that_are_not_finite_end_spares_too(mesh):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.skipif(os.environ.get("OMPI_MCA_mpi_ft_enable") == "1", reason="where MPI heals it counts as a death")
+def test_a_function_of_all_workers_that_exits_ends_spares_too(mesh):
+    def fun(x):
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit) as exited:
+        mpishard.minimize(fun, np.zeros(3), mesh=mesh, elastic={"max_workers": mesh.size - 1})
+    assert exited.value.code == 3
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.skipif(os.environ.get("OMPI_MCA_mpi_ft_enable") == "1", reason="where MPI heals it counts as a death")
 @pytest.mark.parametrize("what", ["rebuild", "save"])
 def test_an_error_of_a_resize_reaches_the_spares(mesh, folder, monkeypatch, what):
     """Of what is made for the next mesh, and of a save that is still under way."""
