@@ -14,6 +14,7 @@ import contextlib
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -173,6 +174,8 @@ class Watchdog:
         self._leave("has freed its mesh")
         if self._death_monitor is not None:
             self._death_monitor.close()
+        for _ in self._messages():  # what has come after `stop`, MPICH would give to the next communicator
+            pass
         self._comm.Free()
 
     def stop(self) -> None:
@@ -264,11 +267,7 @@ class Watchdog:
 
     def _serve(self) -> None:
         """Answer the questions of other ranks and receive their answers."""
-        status = MPI.Status()
-        while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-            buffer = bytearray(status.Get_count(MPI.BYTE))
-            source, tag = status.Get_source(), status.Get_tag()
-            self._comm.Recv([buffer, MPI.BYTE], source, tag)
+        for source, tag, buffer in self._messages():
             if tag == _FAILED:
                 self._failed.add(source)
                 continue
@@ -286,6 +285,15 @@ class Watchdog:
             if self._ledger.took_part(kind, int(sequence)):
                 own = _Reply(own.idle, f"{_TOOK_PART}, and {own.text}")
             self._send(source, _ANSWER, f"{own.idle} {own.text}".encode()[:_ANSWER_BYTES])
+
+    def _messages(self) -> Iterator[tuple[int, int, bytearray]]:
+        """Receive what has come: source, tag and content."""
+        status = MPI.Status()
+        while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+            buffer = bytearray(status.Get_count(MPI.BYTE))
+            source, tag = status.Get_source(), status.Get_tag()
+            self._comm.Recv([buffer, MPI.BYTE], source, tag)
+            yield source, tag, buffer
 
     def _send(self, target: int, tag: int, data: bytes) -> None:
         self._sends = [(request, kept) for request, kept in self._sends if not request.Test()]
