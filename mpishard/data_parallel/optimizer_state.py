@@ -102,6 +102,9 @@ class OptimizerState(ABC):
     def check_step(self) -> None:
         """Raise unless `rule` can take the next step along gradients that the caller of `step` gives."""
 
+    def check_rate(self) -> None:  # noqa: B027
+        """Raise what a learning-rate schedule raises for the next step."""
+
     @abstractmethod
     def update(self, count: float, *, loss: float, rate_factor: float, exchange_status: bool) -> bool:
         """Finish the reductions and take a step, see `ShardedOptimizer.update`, which has noted this rank's status."""

@@ -178,6 +178,9 @@ class TrainingRun:
         synchronized = self._transactional or optimizer.state.synchronizes_next_step
         costs = self.runner.costs
         if synchronized:
+            if self.deferred_error.error is None:
+                with self.deferred_error.capture(alone=not self.runner.together):
+                    optimizer.state.check_rate()
             if self.deferred_error.error is not None:
                 losses[...] = math.nan  # tells the others
             loss = self.losses.mean_over_ranks(losses, count, None if costs is None else costs.seconds)
@@ -307,7 +310,7 @@ class TrainingRun:
         misuse = self.runner.misuse
         if not self._transactional:
             self.optimizer.world.raise_if_any(misuse)
-        elif misuse is not None:
+        elif misuse is not None and self.deferred_error.error is None:
             with self.deferred_error.capture(alone=not self.runner.together):
                 raise misuse
 

@@ -339,6 +339,16 @@ def test_an_error_is_the_users_and_reaches_the_spares(mesh):
     problem = OptimizationProblem(moving, np.zeros(3), samples=45, batch_size=16, steps=2)
     with pytest.raises(ValueError, match="changes the sample indices"):
         elastic(STRATEGIES[0], mesh).optimize(problem, progress=False)
+
+    begun = []
+
+    def rate(step):
+        if begun and own == mesh.size - 1:
+            raise LookupError("no rate")
+        return 0.1
+
+    with pytest.raises(LookupError if own == mesh.size - 1 else RuntimeError, match="no rate"):
+        ElasticOptimizer(AdamW(lr=rate), mesh).optimize(own_problem(), callback=begun.append, progress=False)
     optimizer = elastic(STRATEGIES[0], mesh, max_workers=mesh.size)
 
     def callback(state):
