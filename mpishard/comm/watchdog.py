@@ -174,6 +174,9 @@ class Watchdog:
         self._leave("has freed its mesh")
         if self._death_monitor is not None:
             self._death_monitor.close()
+        with contextlib.suppress(MPI.Exception):  # after a death
+            for _ in messages(self._comm):  # what has come after `stop`, MPICH would give to the next communicator
+                pass
         self._comm.Free()
 
     def stop(self) -> None:

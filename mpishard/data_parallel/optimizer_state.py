@@ -100,6 +100,9 @@ class OptimizerState(ABC):
     def check_step(self) -> None:
         """Raise unless `rule` can take the next step along gradients that the caller of `step` gives."""
 
+    def check_rate(self) -> None:  # noqa: B027
+        """Raise what a learning-rate schedule raises for the next step."""
+
     @abstractmethod
     def update(self, count: float, *, loss: float, rate_factor: float, exchange_status: bool) -> bool:
         """Finish the reductions and take a step, see `ShardedOptimizer.update`, which has noted this rank's status."""
@@ -336,6 +339,9 @@ class OptimizerState(ABC):
         compressed gradients and no step has used them yet; FloatingPointError if any worker of Local SGD had a NaN or
         infinite gradient that it must raise for, with all workers in one state.
         """
+        if self._carried is not None:
+            with raised_on_all(self._optimizer.world):
+                _ = self._carried.facts  # ValueError of a buffer that was replaced by another kind, perhaps here alone
         self.resync()
         for each in self.auxiliary:
             each.consolidate()

@@ -97,7 +97,10 @@ class RuleState(OptimizerState):
     def check_step(self) -> None:
         if self._rule.live is not None:
             self._rule.live.check()
-        self._rule.learning_rate(self.counters.steps + 1)  # a schedule that raises does so before all changes
+        self.check_rate()  # before all changes
+
+    def check_rate(self) -> None:
+        self._rule.learning_rate(self.counters.steps + 1)
 
     def update(self, count: float, *, loss: float, rate_factor: float, exchange_status: bool) -> bool:
         counters, on_rank = self.counters, self.on_rank

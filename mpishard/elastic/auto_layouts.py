@@ -88,15 +88,20 @@ class AutoLayouts:
             slots=len(optimizer.state.slot_names),
             minimum_parameter_group_size=config.minimum_parameter_group_size,
         )
-        limit, strict = self.memory_limit, self.memory_limit is not None
-        if limit is None:
-            of_node = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-            limit = math.inf if arrays.is_device(start.like) else of_node / config.mesh.node.size
+        strict, mesh = self.memory_limit is not None, config.mesh
+        of_node = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        on_device = arrays.is_device(start.like)
         micro = problem.micro_batch_size
         if micro is None and config.reproducible:
             micro = -(-problem.batch_size // MICRO_BATCHES)
 
-        def cost(layout: Layout) -> tuple[bool, float, float, int]:
+        def limit_of(ranks: int) -> float:
+            """Bytes of each of so many ranks, of which a node has the share that it has now."""
+            if self.memory_limit is not None:
+                return self.memory_limit
+            return math.inf if on_device else of_node / math.ceil(ranks * mesh.node.size / mesh.size)
+
+        def cost(layout: Layout, limit: float) -> tuple[bool, float, float, int]:
             share = -(-problem.batch_size // layout.data)
             cut = config.reproducible or layout.pipeline == 1  # else a pipeline cuts each micro-batch again
             number = -(-share // min(micro or share, share)) if cut else None
@@ -118,8 +123,9 @@ class AutoLayouts:
                 )
                 if not why_not(MeshSizes(layout.data, layout.tensor, layout.pipeline))
             ]
-            best = min(candidates, key=cost, default=None)
-            if best is None or (strict and cost(best)[0]):
+            limit = limit_of(ranks)
+            best = min(candidates, key=lambda layout: cost(layout, limit), default=None)
+            if best is None or (strict and cost(best, limit)[0]):
                 return None
             return {"data": best.data, "tensor": best.tensor, "pipeline": best.pipeline}
 

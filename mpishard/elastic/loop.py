@@ -19,7 +19,7 @@ from mpishard.comm.abort import die, fail_alone, finalize_in_time
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
-from mpishard.comm.supervisor_reports import give_up, lead, leave_to_others, note_cell, note_training
+from mpishard.comm.supervisor_reports import give_up, lead, leave_to_others, note_cell, note_training, tell
 from mpishard.data_parallel.results import OptimizationResult
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.healing import heal
@@ -31,7 +31,7 @@ from mpishard.elastic.resizing import Resizing
 from mpishard.elastic.run import ElasticOptions, ElasticRun
 from mpishard.elastic.transactions import Agreements, RunStatus, Transactions
 from mpishard.io import log
-from mpishard.launch.job_notes import ON_ALL_RANKS, RunLost
+from mpishard.launch.job_notes import ON_ALL_RANKS, JobNotes, RunLost
 from mpishard.layout.tensors import WHOLE
 from mpishard.record.audits import PUT_OUT, STOPPED
 from mpishard.training import Scaling
@@ -133,6 +133,10 @@ class ElasticLoop:
             of_all = leave is None or getattr(error, ON_ALL_RANKS, 0) == membership.roles.size
             if of_all:
                 self._run.recruiter.dismiss()  # who is on the way would wait for a word, and MPI_Finalize for it
+                if Membership.lost:
+                    finalize_in_time()
+                if Membership.lost or membership.rank == 0:  # the script may catch it, and do something else
+                    tell(JobNotes.note_training, False)
             if leave is not None and of_all:
                 fail_alone(False)
                 atexit.unregister(leave)
@@ -169,7 +173,7 @@ class ElasticLoop:
             if self.phase is not Phase.HEALING and (by_script or not self._heals):
                 raise
             return PhaseEvent.DIED
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # As of gradients that are not finite, or a full disk.  Where MPI heals, spares learn that the workers die.
             told = self._run.training.deferred_error.is_raised or self._heals
             if self.phase in (Phase.TRAINING, Phase.STOPPING) and not told and self._run.membership.rank == 0:
@@ -281,6 +285,7 @@ class ElasticLoop:
         order = run.decisions.next_order()
         if order is None:
             return otherwise
+        run.training.checkpoints.wait()  # a save that has failed: once spares have the order, they hear of no error
         run.transactions.prepare_move()
         run.agreements.agree_as_workers()  # either all workers continue with the resizing, or none
         run.agreements.end_steps()

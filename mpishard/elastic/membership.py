@@ -156,7 +156,7 @@ class Membership:
         for spare in range(self.roles.working, self.roles.size):
             self.axis.send(numbers, self.roles.ranks[spare], _ORDER, label="control")
 
-    def send_error(self, error: Exception) -> None:
+    def send_error(self, error: BaseException) -> None:
         """Have the spares raise an error of the workers.  Called by rank 0 alone."""
         text = np.frombuffer(bytearray(json.dumps(ErrorForOthers.of(error, 0)).encode()), np.uint8)
         self.send_order(Order(0, text.size))

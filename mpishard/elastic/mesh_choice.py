@@ -80,6 +80,13 @@ class MeshChoice:
                 f"layouts={shown(layouts)} must be a list of mesh sizes, a function of a number of ranks, or 'auto'"
             )
 
+    @property
+    def fewest(self) -> int:
+        """The fewest ranks for which a list has a mesh; of a function nothing is known before it is called."""
+        cells = ((entry, entry.get("tensor", 1) * entry.get("pipeline", 1)) for entry in self._listed)
+        found = (cell * entry.get("data", -(-self.min_ranks // cell)) for entry, cell in cells)
+        return min((ranks for ranks in found if ranks >= self.min_ranks), default=self.min_ranks)
+
     def best(self, ranks: int, batch_size: int) -> MeshSizes | None:
         """The mesh for at most this number of ranks and of samples in a step; None if none fits.
 

@@ -19,7 +19,6 @@ class MeshLimits:
         start, config = problem.start, optimizer.config
         self._batch_size = problem.batch_size
         self._is_model = isinstance(start, FlatParameters)
-        self._tensor = config.mesh.tensor.size
         self._reproducible = config.reproducible
         same_bits = config.reproducible and not config.allow_different_bits
         self._keeps_tensor = same_bits and isinstance(start, FlatParameters) and start.sums_by_mpi
@@ -44,9 +43,10 @@ class MeshLimits:
                     parameters.carried.check_reproducible(sizes.pipeline)
         except ValueError as error:
             return str(error)
-        if self._keeps_tensor and sizes.tensor != self._tensor:
+        tensor = self._optimizer.mesh.tensor.size  # now: that of the run, also in a process that has joined it
+        if self._keeps_tensor and sizes.tensor != tensor:
             return (
-                f"with reproducible=True a model without shards keeps its tensor size of {self._tensor}, since "
+                f"with reproducible=True a model without shards keeps its tensor size of {tensor}, since "
                 f"{sizes.tensor} changes the bits: make it with shards=, a multiple of all tensor sizes, or give "
                 "ShardingConfiguration(..., allow_different_bits=True)"
             )

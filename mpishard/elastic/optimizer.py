@@ -199,7 +199,8 @@ class ElasticOptimizer:
             present = MeshSizes(**mesh.shape)
             is_asked_for = self._choice is not None and first == present.ranks > present.data
             request = WorkerTarget.encoded(first, present if is_asked_for else None)
-            self._target = WorkerTarget(request, min_workers, max_workers)
+            fewest = 1 if self._choice is None else self._choice.fewest
+            self._target = WorkerTarget(request, min_workers, max_workers, fewest)
             # Absolute, since the script may change its directory.
             self.folder: Path | None = None if folder is None else Path(folder).absolute()
             self.discover = discover
@@ -245,6 +246,9 @@ class ElasticOptimizer:
     @min_workers.setter
     def min_workers(self, workers: int) -> None:
         self._target.min_workers = workers
+        if self._choice is not None:
+            self._choice.min_ranks = workers
+            self._target.fewest = self._choice.fewest
 
     @property
     def max_workers(self) -> int:
@@ -268,7 +272,7 @@ class ElasticOptimizer:
     @property
     def can_scale_down(self) -> bool:
         """True if fewer workers may train than do now."""
-        return self.current_workers > self.min_workers
+        return self.current_workers > self._target.least
 
     def resize(self, workers: int | None = None, *, mesh: Mapping[str, int] | None = None) -> None:
         """Request a number of workers, or a mesh; the last request counts.
@@ -292,7 +296,7 @@ class ElasticOptimizer:
             If both are given or none, or sizes are no numbers.
         ValueError
             If the number of workers is below `min_workers` or above `max_workers`, some workers would have no sample,
-            or the mesh is none of `layouts`, or there are no `layouts`.
+            the list of `layouts` has no mesh of so few, the mesh is none of `layouts`, or there are no `layouts`.
         """
         if (workers is None) == (mesh is None):
             raise TypeError("resize takes a number of workers, or mesh=sizes")
@@ -380,7 +384,7 @@ class ElasticOptimizer:
         self._target.most = min(self.max_workers, problem.batch_size) if constant else self.max_workers
 
         with ExitStack() as stack:
-            limits = self.min_workers, self._target.most
+            limits = self._target.least, self._target.most
             requests = stack.enter_context(
                 ResizeRequests(self.mesh.world, *limits, folder, self.discover, self._choice)
             )
@@ -449,11 +453,11 @@ class ElasticOptimizer:
             check_problem(made)
             if trained is not None and isinstance(made.start, FlatParameters):  # the call continues an earlier one
                 made.start.held[...] = trained.held
-            why_not = MeshLimits(self.optimizer, made)
+            # One that joins may become the first, which chooses, and refuses what others ask for.
+            self._choice.why_not = why_not = MeshLimits(self.optimizer, made)
             if not is_joining():
-                self._choice.why_not = why_not
                 self._choice.check()
-            if self._choice.auto is not None:  # one that joins may become the first, which chooses
+            if self._choice.auto is not None:
                 from mpishard.elastic.auto_layouts import AutoLayouts  # with the estimates
 
                 auto = AutoLayouts() if self._choice.auto == "auto" else self._choice.auto

@@ -110,17 +110,23 @@ class WorkerTarget:
 
     `request` and `agreed` are this rank's last request, and the last one that all ranks know.  Both begin with the
     `request` of creation, as of `encoded`; 0 in a joining process, which gets it from the run.  `most` limits the
-    workers: `max_workers`, or fewer if a batch has fewer samples.
+    workers: `max_workers`, or fewer if a batch has fewer samples.  No mesh of the run has less than `fewest` ranks.
 
     A request is an integer, of three parts: its own number in the high bits; then the pipeline and tensor size, 0 if no
     mesh was asked for; and the number of workers in the low bits.  So the largest of all requests is the last.
     """
 
-    def __init__(self, request: int, min_workers: int, max_workers: int) -> None:
+    def __init__(self, request: int, min_workers: int, max_workers: int, fewest: int = 1) -> None:
         self.min_workers = min_workers
         self.max_workers = self.most = max_workers
+        self.fewest = fewest
         self.request: int = request
         self.agreed: int = request
+
+    @property
+    def least(self) -> int:
+        """With fewer workers the run cannot go on."""
+        return max(self.min_workers, self.fewest)
 
     @property
     def agreed_size(self) -> int:
@@ -147,6 +153,8 @@ class WorkerTarget:
             raise ValueError(
                 f"resize({workers}) is outside of min_workers={self.min_workers} to max_workers={self.max_workers}"
             )
+        if workers < self.fewest:
+            raise ValueError(f"resize({workers}): no mesh of layouts is as small; ask for at least {self.fewest}")
         if workers > self.most:
             raise ValueError(
                 f"resize({workers}): batch_size={self.most} gives some of them no sample; ask for at most {self.most}"
@@ -309,7 +317,7 @@ class Decisions:
         if most == 2 and not reason:
             membership.let_go(world.allgather_object(asked > 0))
             target.cap_workers(membership.roles.able)
-            reason = "signal" if membership.roles.able < target.min_workers else ""
+            reason = "signal" if membership.roles.able < target.least else ""
         self._transactions.decide(reason)
 
     def put_out(self, ranks: Collection[int]) -> None:

@@ -9,12 +9,17 @@ launcher's option (`mpishard.comm.capabilities.heals_in_place`); the loop, which
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from mpi4py import MPI
 
+from mpishard.comm.abort import abort
 from mpishard.comm.agreement import agree_on_gemm_libraries, agree_on_settings
-from mpishard.comm.errors import on_any
+from mpishard.comm.capabilities import heals_in_place
+from mpishard.comm.errors import on_any, raised_on_all
 from mpishard.comm.reshard import reshard_state
 from mpishard.elastic.membership import Order
 from mpishard.elastic.mesh_choice import MeshSizes
@@ -22,7 +27,11 @@ from mpishard.elastic.run import ElasticRun
 from mpishard.elastic.transactions import ResizeMetadata
 from mpishard.io import log
 from mpishard.launch.job_notes import RunLost
+from mpishard.launch.script import describe
 from mpishard.layout.run_state import RunState
+
+# How long a worker that fails waits for the others.
+_OTHERS_S = 60.0
 
 
 class Resizing:
@@ -191,18 +200,39 @@ class Resizing:
             run.worker_mesh.rebind(comm, sizes)
         agreements.agree_on_membership()  # Open MPI 5 crashes if a communicator is revoked where it is still being made
         empty = None
-        if comm is not None:
-            if sizes is not None:
-                self._fit_model()
-            if run.options.rebuild is not None:
-                run.options.rebuild(optimizer.mesh)
-            optimizer.state.rebuild(run.training.runner.parameters)
-            run.training.runner.attach()
-            empty = optimizer.state.capture()
+        with self._failing_together():
+            if comm is not None:
+                if sizes is not None:
+                    self._fit_model()
+                if run.options.rebuild is not None:
+                    run.options.rebuild(optimizer.mesh)
+                optimizer.state.rebuild(run.training.runner.parameters)
+                run.training.runner.attach()
+                empty = optimizer.state.capture()
         if optimizer.config.hierarchical or sizes is not None or run.options.rebuild is not None:
             # The same: sums by nodes, ties and what is rebuilt have their own communicators.
             agreements.agree_on_membership()
         return comm is not None, empty
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """A context whose errors spares raise, too.  Collective over all.  Where MPI heals, an error is a death.
+
+        A worker that fails alone ends the job if the others, who may wait for it in the block, do not come in time.
+        """
+        if heals_in_place():
+            yield
+            return
+        with ExitStack() as stack, raised_on_all(self._run.membership.axis):
+            try:
+                yield
+            except (Exception, SystemExit) as error:
+                text = f"mpishard: a worker failed where the run is resized\n{describe(error, error.__traceback__)}"
+                late = threading.Timer(_OTHERS_S, abort, [text])
+                late.daemon = True
+                late.start()
+                stack.callback(late.cancel)
+                raise
 
     def _fit_model(self) -> None:
         """Make the model for the mesh, unless those of all workers fit it already.  Collective over the workers."""

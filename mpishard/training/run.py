@@ -178,6 +178,9 @@ class TrainingRun:
         synchronized = self._transactional or optimizer.state.synchronizes_next_step
         costs = self.runner.costs
         if synchronized:
+            if self.deferred_error.error is None:
+                with self.deferred_error.capture(alone=not self.runner.together):
+                    optimizer.state.check_rate()
             if self.deferred_error.error is not None:
                 losses[...] = math.nan  # tells the others
             loss = self.losses.mean_over_ranks(losses, count, None if costs is None else costs.seconds)
@@ -300,15 +303,16 @@ class TrainingRun:
         return self.checkpoints.keeps_best and self._best_saved < step and self.validation.best_at(step)
 
     def _refuse_misuse(self) -> None:
-        """Raise if the function has changed its inputs: on all ranks, which is collective, or on this one alone.
+        """Raise if the function has changed its inputs: on all ranks, which is collective, or as its other errors.
 
         Ranks that meet for the first time may have taken different numbers of steps, so that not all come here.
         """
         misuse = self.runner.misuse
         if not self._transactional:
             self.optimizer.world.raise_if_any(misuse)
-        elif misuse is not None:
-            raise misuse
+        elif misuse is not None and self.deferred_error.error is None:
+            with self.deferred_error.capture(alone=not self.runner.together):
+                raise misuse
 
     # -- beginning and end ------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from mpishard.arguments import shown
 from mpishard.checkpoint import Checkpoints
 from mpishard.checkpoint.index import check_facts
 from mpishard.comm.agreement import opening
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.rank_state import parameters_alone
 from mpishard.data_parallel.settings import agree_on_step
@@ -159,7 +160,9 @@ def load_checkpoint(
     agree_on_step(mesh.world, named, None, None, None if optimizer is None else optimizer.settings)
     if optimizer is not None:
         optimizer.bind(named)
-        state, check = optimizer.state.capture(), optimizer.state.check
+        with raised_on_all(mesh.world):  # as `consolidate` for a save
+            state = optimizer.state.capture()
+        check = optimizer.state.check
     else:
         state, check = parameters_alone(named, mesh.data), None
     with _for_once(folder, mesh) as checkpoints:

@@ -71,6 +71,8 @@ def callback(elastic, state):
             elastic.resize(3)
     elif case in ("respawn", "replica", "comes back") and state.step == 4 and founder == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if case in ("respawn", "replica") and state.step > 4 and elastic.agreed_size < seen[0]:
+        elastic.resize(seen[0])  # on a busy machine those that were to come may have been given up
     if case == "leaving" and state.step == 8 and founder == 0:
         os.kill(os.getpid(), signal.SIGTERM)
     if spawned and case == "failing later":
@@ -228,7 +230,8 @@ def test_another_one_comes_for_the_dead(script, tmp_path, case, ranks, word):
     """A whole replica where a worker is one; and nobody any more if who comes dies at once."""
     command = [*ULFM, "-n", str(ranks), sys.executable, str(script), case, str(tmp_path)]
     output, how = faults.execute(command, 240, (tmp_path / "report").exists)
-    assert how != "hangs" and f"same: True {word}" in output and "late" not in output, output
+    assert how != "hangs" and f"same: True {word}" in output, output
+    assert not re.search(r"steps meanwhile: \d+ late", output), output  # Open MPI says words with "late" in them
     assert none_is_left(tmp_path)
 
 

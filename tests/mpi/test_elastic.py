@@ -20,7 +20,7 @@ from variants import full
 import mpishard
 from mpishard import LBFGS, AdamW, ElasticOptimizer, OptimizationProblem, ParameterSpec, ShardingConfiguration, nn
 from mpishard.backend import array as arrays
-from mpishard.checkpoint import Checkpoints
+from mpishard.checkpoint import Checkpoints, save
 from mpishard.comm.channel import Channel
 from mpishard.comm.deferred import DEFERRED
 from mpishard.elastic import loop
@@ -331,6 +331,24 @@ def test_an_error_is_the_users_and_reaches_the_spares(mesh):
     problem = OptimizationProblem(function, np.zeros(3), samples=45, batch_size=16, steps=2)
     with pytest.raises(ArithmeticError, match="spoilt"):
         elastic(STRATEGIES[0], mesh).optimize(problem, progress=False)
+
+    def moving(parameters, samples, gradients):
+        samples += own == mesh.size - 1
+        return 0.0
+
+    problem = OptimizationProblem(moving, np.zeros(3), samples=45, batch_size=16, steps=2)
+    with pytest.raises(ValueError, match="changes the sample indices"):
+        elastic(STRATEGIES[0], mesh).optimize(problem, progress=False)
+
+    begun = []
+
+    def rate(step):
+        if begun and own == mesh.size - 1:
+            raise LookupError("no rate")
+        return 0.1
+
+    with pytest.raises(LookupError if own == mesh.size - 1 else RuntimeError, match="no rate"):
+        ElasticOptimizer(AdamW(lr=rate), mesh).optimize(own_problem(), callback=begun.append, progress=False)
     optimizer = elastic(STRATEGIES[0], mesh, max_workers=mesh.size)
 
     def callback(state):
@@ -360,6 +378,43 @@ def test_gradients_that_are_not_finite_end_spares_too(mesh):
         optimizer.optimize(problem, callback=callback, progress=False)
     # A loop of the user's own makes the passes from now on.
     assert not optimizer.optimizer.state.strategy.reducer.progress.in_loop
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.skipif(os.environ.get("OMPI_MCA_mpi_ft_enable") == "1", reason="where MPI heals it counts as a death")
+def test_a_function_of_all_workers_that_exits_ends_spares_too(mesh):
+    def fun(x):
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit) as exited:
+        mpishard.minimize(fun, np.zeros(3), mesh=mesh, elastic={"max_workers": mesh.size - 1})
+    assert exited.value.code == 3
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.skipif(os.environ.get("OMPI_MCA_mpi_ft_enable") == "1", reason="where MPI heals it counts as a death")
+@pytest.mark.parametrize("what", ["rebuild", "save"])
+def test_an_error_of_a_resize_reaches_the_spares(mesh, folder, monkeypatch, what):
+    """Of what is made for the next mesh, and of a save that is still under way."""
+    ranks = mesh.size
+
+    def fail(*arguments, **options):
+        raise OSError("no disk")
+
+    def callback(state):
+        optimizer.resize(ranks - 1 if state.step < 3 else ranks)
+        if state.step == 3 and what == "save":
+            monkeypatch.setattr(save, "write_pieces", fail)
+
+    def rebuild(mesh):
+        if what == "rebuild" and optimizer.optimizer.clock < 3:
+            fail()
+
+    optimizer = elastic(STRATEGIES[1], mesh, rebuild=rebuild)
+    checkpoints = Checkpoints(folder, mesh, every=3, asynchronous=True)
+    with pytest.raises(OSError, match="no disk"):
+        optimizer.optimize(own_problem(), callback=callback, progress=False, checkpoints=checkpoints)
+    checkpoints.close()
 
 
 def test_what_a_method_has_not_written_is_not_copied_again(mesh, monkeypatch):

@@ -109,13 +109,31 @@ def test_one_rank_leaves_and_the_others_go_on(which, alone, at_once):
     assert other == [world.size] * 4 + [world.size - 1] * 16
 
 
-@pytest.mark.mpi(min_size=2)
-def test_the_first_of_those_that_work_reports_the_steps(at_once, monkeypatch, folder):
-    """A supervisor would end a run whose first rank has left as one that takes no step."""
+@pytest.fixture
+def reports(monkeypatch, folder):
+    """Those to a supervisor that does not read them."""
     reports = object.__new__(supervisor_reports.Reports)
     reports._run = JobNotes.create(folder.parent / f"notes-{MPI.COMM_WORLD.rank}")
     reports.is_first, reports.is_silent, reports.restarted = MPI.COMM_WORLD.rank == 0, False, False
     monkeypatch.setattr(supervisor_reports.Reports, "this", reports)
+    return reports
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(os.environ.get("OMPI_MCA_mpi_ft_enable") == "1", reason="where MPI heals it counts as a death")
+def test_a_supervisor_awaits_no_step_after_an_error_that_the_script_catches(reports):
+    def fail(step):
+        assert reports._run.notes.training or MPI.COMM_WORLD.rank
+        raise ArithmeticError("spoilt")
+
+    with pytest.raises(ArithmeticError, match="spoilt"):
+        Run().go(fail)
+    assert reports._run.notes.training is (False if MPI.COMM_WORLD.rank == 0 else None)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_first_of_those_that_work_reports_the_steps(at_once, reports):
+    """A supervisor would end a run whose first rank has left as one that takes no step."""
 
     def act(step):
         looks = iter([False, True])

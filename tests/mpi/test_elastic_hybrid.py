@@ -448,6 +448,22 @@ def test_a_model_that_does_not_fit(comm):
             optimizer.optimize(problem, progress=False)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_too_few_would_be_left_for_a_mesh(comm, at_once):
+    """All stop at a signal to one, and a request for so few is refused."""
+    with Mesh(comm) as mesh:
+        optimizer = moving(DDPOptimizer, mesh, [{"data": comm.size}])
+
+        def callback(state):
+            with pytest.raises(ValueError, match=f"no mesh of layouts .*at least {comm.size}"):
+                optimizer.resize(comm.size - 1)
+            if state.step == 3 and comm.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        result = optimizer.optimize(problem, callback=callback, progress=False)
+    assert (result.stop_reason, result.steps) == ("signal", 3)
+
+
 @pytest.mark.mpi(min_size=3)
 def test_who_is_in_no_mesh_at_the_end_holds_up_nobody(comm):
     """It ends its script, and comes to no `free`."""

@@ -329,6 +329,20 @@ def test_where_deaths_are_survived_a_family_takes_nothing_in(comm, environ):
     assert not family._members and family not in Family._open
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_question_that_no_rank_has_answered_is_none_of_the_next_mesh(comm):
+    mesh = mpishard.Mesh(comm)
+    mesh.unwatch()
+    mesh._watchdog._send((comm.rank + 1) % comm.size, 1, b"question")
+    comm.Barrier()
+    mesh.free()
+    later = [comm.Dup() for _ in range(12)]
+    comm.Barrier()
+    assert not any(each.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG) for each in later)
+    for each in later:
+        each.Free()
+
+
 def test_blas_gets_the_share_of_the_node_unless_the_user_chose(comm, environ):
     environ(OMP_NUM_THREADS=None, OPENBLAS_NUM_THREADS=None, MKL_NUM_THREADS=None, BLIS_NUM_THREADS=None)
     with mpishard.Mesh(comm) as mesh:

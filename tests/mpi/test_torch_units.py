@@ -936,6 +936,19 @@ def test_a_buffer_of_two_names_of_which_one_is_another_tensor(mesh):
         optimizer.step()
 
 
+def test_a_buffer_that_one_rank_has_replaced_by_another_kind_is_refused_on_all(mesh, folder):
+    module = smooth()
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE)
+    backward(mesh, module)
+    optimizer.step()
+    optimizer.save_checkpoint(folder)
+    if mesh.rank == mesh.size - 1:
+        module.seen = torch.zeros(3)
+    for call in (optimizer.save_checkpoint, optimizer.load_checkpoint):
+        with pytest.raises(ValueError, match="buffer 'seen' was"):
+            call(folder)
+
+
 def test_gradients_that_have_left_cannot_be_used(mesh):
     """Under ZeRO-2; the step is as ever."""
     steps = []

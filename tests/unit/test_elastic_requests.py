@@ -107,6 +107,10 @@ def test_a_request_is_within_the_limits_and_gives_every_worker_a_sample(target):
     with pytest.raises(ValueError, match=r"resize\(5\): batch_size=4"):
         target.resize(5)
     target.resize(4)
+    cells = WorkerTarget(4, min_workers=1, max_workers=6, fewest=2)
+    with pytest.raises(ValueError, match=r"resize\(1\): no mesh of layouts .*at least 2"):
+        cells.resize(1)
+    cells.resize(2)
 
 
 @pytest.mark.parametrize(("wanted", "workers", "agreed"), [(5, 2, 5), (None, 3, 3)])
@@ -258,6 +262,9 @@ def test_no_mesh_is_smaller_than_the_limit():
     choice = MeshChoice([{"tensor": 4}, {"tensor": 2, "data": 1}], 3)
     assert choice.best(4, 16) == (1, 4, 1) and choice.best(3, 16) is None
     assert MeshChoice(lambda ranks: {"data": min(ranks, 2)}, 3).best(8, 16) is None
+    assert choice.fewest == 4 and MeshChoice([{"tensor": 2}], 1).fewest == 2
+    assert MeshChoice([{"tensor": 2}, {"tensor": 4, "data": 3}], 5).fewest == 6
+    assert MeshChoice(lambda ranks: None, 3).fewest == 3
 
 
 @pytest.mark.parametrize("returned", [{"data": 5}, {"data": 3, "tensor": 2}, {"tensor": 5}])
@@ -280,6 +287,14 @@ def test_a_function_that_returns_more_than_there_is(returned):
 def test_invalid_layouts(layouts, error, match):
     with pytest.raises(error, match=match):
         MeshChoice(layouts, 1)
+
+
+def test_a_limit_that_is_set_later_counts(mesh):
+    elastic = ElasticOptimizer(AdamW(), mesh, layouts=[{"tensor": 2}])
+    elastic.min_workers = 3
+    assert elastic._choice.best(3, 16) is None
+    with pytest.raises(ValueError, match="at least 4"):
+        elastic.resize(3)
 
 
 def test_a_mesh_that_is_asked_for_must_be_listed():
@@ -356,6 +371,15 @@ def test_without_a_limit_that_least_of_all_exceeds_memory(mesh, monkeypatch):
     assert chosen(8) == by_memory(mesh, made, 8)[1]
 
 
+def test_the_share_of_a_rank_follows_the_number_of_ranks(mesh, monkeypatch):
+    """Of the memory of a node, which the one rank that has begun the run had alone."""
+    least, smallest = by_memory(mesh, choice(mesh, AutoLayouts())[1], 8)
+    of_node = 8 * 1.001 * least
+    assert choice(mesh, AutoLayouts(memory_limit=of_node))[0](8) != smallest
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": of_node}.get)
+    assert choice(mesh, AutoLayouts())[0](8) == smallest
+
+
 def test_no_mesh_that_the_run_cannot_have(mesh):
     """A batch of two samples, and a tensor size that changes the bits."""
     chosen, _ = choice(mesh, AutoLayouts(), batch_size=2, reproducible=True)
@@ -365,20 +389,26 @@ def test_no_mesh_that_the_run_cannot_have(mesh):
     assert chosen(1) == {"data": 1, "tensor": 1, "pipeline": 1}
 
 
-def test_a_process_that_joins_can_choose_too(mesh, monkeypatch):
-    """It may become the first one."""
+@pytest.mark.parametrize("shards", [4, 1])
+def test_a_process_that_joins_can_choose_too(mesh, monkeypatch, shards):
+    """It may become the first one.  It has the tensor size of the run once it has joined it."""
     monkeypatch.setattr(optimizer, "is_joining", lambda: True)
-    elastic = ElasticOptimizer(AdamW(), mesh, layouts="auto")
-    elastic._built(
-        lambda mesh: OptimizationProblem.for_model(
-            nn.GPT(vocabulary_size=64, context_length=16, width=32, layers=4, heads=4, mesh=mesh, shards=4),
-            lambda samples: (),
-            samples=64,
-            batch_size=32,
-            steps=1,
+    auto, function = (ElasticOptimizer(AdamW(), mesh, layouts=each) for each in ("auto", lambda ranks: {"tensor": 3}))
+    for elastic in (auto, function):
+        elastic._built(
+            lambda mesh: OptimizationProblem.for_model(
+                nn.GPT(vocabulary_size=64, context_length=16, width=32, layers=4, heads=4, mesh=mesh, shards=shards),
+                lambda samples: (),
+                samples=64,
+                batch_size=32,
+                steps=1,
+            )
         )
-    )
-    assert elastic._choice.best(4, 32).ranks == 4
+    monkeypatch.setattr(mesh, "tensor", SimpleNamespace(size=2))
+    assert auto._choice.best(4, 32).ranks == 4
+    assert auto._choice.best(4, 32).tensor == 2 or shards == 4
+    with pytest.raises(ValueError, match=r"layouts\(4\) returned .*tensor.*, but "):
+        function._choice.best(4, 32)
 
 
 def test_a_model_of_unknown_architecture(mesh):
