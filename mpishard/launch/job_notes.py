@@ -153,8 +153,9 @@ class JobNotes:
         if holder and holder != own and holder == _identity(holder[1]):
             raise ValueError(f"{path} is used by another mpishard run, process {holder[1]}; give each its own --folder")
         write_note(path / "supervisor", own, private=True)
-        names = "started training step cell ended given-up failure echo aborted healed ending".split()
-        remove_notes(path, *(f"{name}-" for name in names))
+        # Of a run that saves there, too, the files and checkpoints stay.
+        names = "started|training|step|cell|ended|given-up|failure|echo|aborted|healed|ending"
+        remove_notes(path, rf"({names})-\d+")
         begun = cls(path.absolute(), -1).next()
         return replace(begun, first=begun.attempt)
 

@@ -95,12 +95,11 @@ def test_notes_of_a_run(tmp_path):
     assert first.is_over and not second.is_over
     again = JobNotes.create(first.path)
     assert not again.is_restart and again.next().is_restart
+    (first.path / "step-00000010").mkdir()  # a checkpoint
+    (first.path / "training-log.csv").touch()
     again = JobNotes.create(first.path)
-    assert (
-        again.attempt == 4
-        and again.notes == Notes()
-        and {path.name for path in first.path.iterdir()} == {"start", "supervisor"}
-    )
+    left = {"start", "supervisor", "step-00000010", "training-log.csv"}
+    assert again.attempt == 4 and again.notes == Notes() and {path.name for path in first.path.iterdir()} == left
     assert second.is_over and not again.is_over
     (first.path / "start").unlink()
     assert again.is_over
