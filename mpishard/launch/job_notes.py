@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mpishard.io.files import read_note, remove_notes, write_note
-from mpishard.launch.processes import BEGAN, process_facts, this_machine
+from mpishard.launch.processes import BEGAN, process_facts, this_kernel, this_machine
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
@@ -53,6 +53,12 @@ def _identity(process: Any) -> list[Any]:
         if facts[0] not in "ZX":
             return [this_machine(), process, facts[BEGAN]]
     return []
+
+
+def was_begun_here(path: Path) -> bool:
+    """Return True if a supervisor of this machine, maybe of another container, has used a folder last."""
+    holder = read_note(path / "supervisor", private=True)
+    return bool(holder) and holder[0].startswith(this_kernel())
 
 
 def raised_by_all(error: E, ranks: int) -> E:

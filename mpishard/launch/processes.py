@@ -75,9 +75,14 @@ def state_here(name: str) -> str:
     return STOPPED if state in "Tt" else DEAD if state in "ZX" else ""
 
 
+def this_kernel() -> str:
+    """A text that only processes of this machine have in common, in all containers; OSError if this does not tell."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def this_machine() -> str:
     """A text that only processes have in common that see each other; OSError if this system does not tell."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    return this_kernel() + os.readlink("/proc/self/ns/pid")
 
 
 def descendants(of: int | None = None) -> set[int]:
