@@ -578,13 +578,12 @@ def test_the_note_of_the_end_waits_for_a_disk_that_fails_for_a_while(tmp_path, m
     monkeypatch.setattr("mpishard.launch.job_notes._AGAIN_S", 0.0)
     reports, folder = object.__new__(supervisor_reports.Reports), JobNotes.create(tmp_path / "run")
     reports._run, reports._process, reports.is_first, reports.is_silent = folder, os.getpid(), True, False
-    reports._stop, reports._thread, reports._ending = Mock(), Mock(), SimpleNamespace(code=0)
+    reports._stop, reports._thread, reports._ending = Mock(), Mock(), SimpleNamespace(code=0, failed=False)
     fails = OSError(errno.ESTALE, "Stale file handle")
     ended = Mock(side_effect=[fails, None])
     monkeypatch.setattr(supervisor_reports, "step_under_way", lambda: 7)
     monkeypatch.setattr(JobNotes, "note_step", Mock(side_effect=fails))
     monkeypatch.setattr(JobNotes, "note_ended", ended)
-    monkeypatch.delattr(sys, "last_value", raising=False)  # of a test that has failed
     reports._end()
     assert [call.args for call in ended.call_args_list] == [(Ended(0),)] * 2
 

@@ -198,6 +198,7 @@ def test_main_is_found_by_pickle_and_by_processes_that_it_starts(words: str, tmp
         ([RUNNER, "script.py"], "raise SystemExit(3)", Ended(3)),
         ([RUNNER, "script.py"], "from mpishard.launch.exit_codes import note_run; note_run(True)", Ended(130)),
         ([RUNNER, "script.py"], "raise ArithmeticError", None),
+        ([RUNNER, "script.py"], "sys.last_value = ValueError()\nsys.exit(3)", Ended(3)),  # as pytest for a failed test
         ([RUNNER, "-m", "script"], "sys.exit(75)", Ended(75)),
         (["-m", "mpishard.launch.worker", "script.py"], "raise SystemExit(3)", Ended(3)),
         (["script.py"], "sys.exit(3)", Ended(3)),  # by the hook
