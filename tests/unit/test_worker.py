@@ -15,7 +15,7 @@ import pytest
 from mpi4py import MPI
 
 import mpishard
-from mpishard.launch.job_notes import Ended, JobNotes
+from mpishard.launch.job_notes import Ended, JobNotes, Notes
 from mpishard.launch.script import RUNNER, describe, with_runner, without_runner
 
 # The runner of scripts: nothing differs from what Python itself does with them, and it knows how they end.
@@ -213,6 +213,13 @@ def test_what_the_supervisor_hears(words: list[str], end: str, ended: Ended | No
     done = run(*words, cwd=tmp_path, **folder.environment())
     assert folder.notes.ended == ended, done.stderr
     assert (folder.notes.failure is None) == (ended is not None) and folder.notes.started, done.stderr
+
+
+def test_an_exit_code_that_could_be_a_signal_is_noted_before_mpishard_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("raise SystemExit(10)")
+    folder = JobNotes.create(tmp_path / "run")
+    done = run(RUNNER, "script.py", cwd=tmp_path, **folder.environment())
+    assert (done.returncode, folder.notes) == (10, Notes(given_up=Ended(10))), done.stderr
 
 
 @pytest.mark.parametrize(
