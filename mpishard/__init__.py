@@ -6,6 +6,7 @@
 """
 
 import os
+import stat
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -230,18 +231,17 @@ def _is_child_of_rank() -> bool:
     """Return True if this process is known to be no rank, though it has the variables of the one that started it.
 
     MPI_Init of it would fail: of workers of multiprocessing, by spawn or a fork server, and of other processes where
-    the socket to MPICH's launcher was closed.
+    the socket to MPICH's launcher was closed, whose number may be that of another file now.
     """
     servers = ("from multiprocessing.spawn ", "from multiprocessing.forkserver ")
     if any(word.startswith(servers) for word in sys.orig_argv):
         return True
     try:
-        os.fstat(int(os.environ.get("PMI_FD", 0)))
+        return not stat.S_ISSOCK(os.fstat(int(os.environ.get("PMI_FD", ""))).st_mode)
     except ValueError:
         return False
     except OSError:
-        return "PMI_FD" in os.environ
-    return False
+        return True
 
 
 def _runs_distributed() -> bool:

@@ -343,6 +343,7 @@ def test_a_fault_in_the_words_of_a_refusal_is_told_whole(line, frames, tmp_path,
         ("", {}, True),
         ("from multiprocessing.spawn import spawn_main; ", {}, False),
         ("", {"PMI_FD": "99", "PMI_RANK": "0", "PMI_SIZE": "2"}, False),
+        ("import os; file = open(os.devnull); os.environ['PMI_FD'] = str(file.fileno()); ", {}, False),
     ],
 )
 def test_a_process_that_a_rank_starts_starts_no_mpi(words: str, variables: dict[str, str], starts: bool) -> None:
