@@ -343,6 +343,7 @@ def test_a_fault_in_the_words_of_a_refusal_is_told_whole(line, frames, tmp_path,
         ("", {}, True),
         ("from multiprocessing.spawn import spawn_main; ", {}, False),
         ("", {"PMI_FD": "99", "PMI_RANK": "0", "PMI_SIZE": "2"}, False),
+        ("", {"PMIX_NAMESPACE": "job@1", "PMIX_RANK": "0", "MPISHARD_RANK": "job@1 0 1"}, False),
         ("import os; file = open(os.devnull); os.environ['PMI_FD'] = str(file.fileno()); ", {}, False),
     ],
 )
