@@ -6,6 +6,7 @@
 """
 
 import os
+import stat
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -226,22 +227,33 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
+# The rank and the process that it is, under PMIx, for those that this process starts.
+_RANK = "MPISHARD_RANK"
+
+
+def _rank_of_pmix() -> str:
+    return f"{os.environ.get('PMIX_NAMESPACE')} {os.environ.get('PMIX_RANK')}"
+
+
 def _is_child_of_rank() -> bool:
     """Return True if this process is known to be no rank, though it has the variables of the one that started it.
 
     MPI_Init of it would fail: of workers of multiprocessing, by spawn or a fork server, and of other processes where
-    the socket to MPICH's launcher was closed.
+    the socket to MPICH's launcher was closed, whose number may be that of another file now.  Under PMIx it would wait
+    for the other ranks.
     """
+    rank, _, process = os.environ.get(_RANK, "").rpartition(" ")
+    if rank == _rank_of_pmix() and process != str(os.getpid()):
+        return True
     servers = ("from multiprocessing.spawn ", "from multiprocessing.forkserver ")
     if any(word.startswith(servers) for word in sys.orig_argv):
         return True
     try:
-        os.fstat(int(os.environ.get("PMI_FD", 0)))
+        return not stat.S_ISSOCK(os.fstat(int(os.environ.get("PMI_FD", ""))).st_mode)
     except ValueError:
         return False
     except OSError:
-        return "PMI_FD" in os.environ
-    return False
+        return True
 
 
 def _runs_distributed() -> bool:
@@ -271,6 +283,8 @@ if _runs_distributed():
         from mpishard.comm.abort import abort_on_exception, start_mpi
 
         start_mpi()
+        if "PMIX_RANK" in os.environ:
+            os.environ[_RANK] = f"{_rank_of_pmix()} {os.getpid()}"
         from mpishard.comm.supervisor_reports import watch_script
 
         abort_on_exception()

@@ -49,6 +49,11 @@ def bench(
     All ranks measure at once: products, memory, and communication between them.
     Use as many ranks a node as the training will; with several nodes the links between them are measured too.
     """
+    of_collectives = {"--tensor": tensor > 1, "--pipeline": pipeline > 1, "--plot": plot, "--json": as_json}
+    unused = {"--output": output} if collectives else of_collectives
+    if given := [name for name, value in unused.items() if value]:
+        what = "a profile; leave out it or --collectives" if collectives else "--collectives; add that, or leave it out"
+        raise ValueError(f"{given[0]} is for {what}")
     began = time.perf_counter()
     with Mesh(tensor=tensor, pipeline=pipeline) as mesh:
         _check_writable(mesh, plot if collectives else output, picture=collectives)

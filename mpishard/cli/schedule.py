@@ -30,6 +30,8 @@ from mpishard.pipeline.schedule import (
 _IDLE = "#eeeeee"
 _DPI = 150
 _CHARACTER_INCHES = 0.062  # of a character at the size of the numbers
+# Of stages x chunks x (stages + micro-batches), as which the time and the memory of a simulation grow.
+_MOST = 1_000_000
 
 
 def save_figure(timeline: Timeline, file: Path) -> None:
@@ -222,6 +224,11 @@ def schedule(
     """
     if chunks is None:
         chunks = 2 if name == "interleaved" else 1
+    if stages > 0 and stages * chunks * (stages + microbatches) > _MOST:
+        raise ValueError(
+            f"{stages} stages of {chunks} chunks with {microbatches} micro-batches are too many to simulate: "
+            f"stages x chunks x (stages + micro-batches) may be {_MOST:,} at most"
+        )
     made = make_schedule(name, stages, microbatches, chunks)
     times = {
         "forward": forward,

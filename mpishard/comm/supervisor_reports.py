@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -159,7 +158,7 @@ class Reports:
             return
         self._stop.set()
         self._thread.join()
-        if hasattr(sys, "last_value"):  # an exception that was printed
+        if self._ending.failed:
             return
         if patiently(self._speaks):
             step = step_under_way()

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import prod
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
-from mpishard.arguments import flag, integer, kind_of, number
+from mpishard.arguments import flag, integer, kind_of, number, shown
 from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import all_reduce_elements, ring_elements
@@ -200,9 +201,11 @@ class ShardingConfiguration:
                 f"compress_after={self.compress_after} without anything that compresses; give gradient_compressor, or "
                 "enable_gradient_compression=True"
             )
-        nodes = self.hierarchical
-        if not isinstance(nodes, bool) and not (isinstance(nodes, int) and nodes > 1):
-            raise ValueError(f"hierarchical={nodes!r} must be True, False, or a number of ranks above 1")
+        nodes: Any = self.hierarchical
+        if not isinstance(nodes, bool | np.bool) and not (isinstance(nodes, Integral) and int(nodes) > 1):
+            raise ValueError(f"hierarchical={shown(nodes)} must be True, False, or a number of ranks above 1")
+        nodes = bool(nodes) if isinstance(nodes, bool | np.bool) else int(nodes)
+        object.__setattr__(self, "hierarchical", nodes)
         if self.reproducible and nodes:
             raise ValueError(
                 "reproducible=True sums in one order, whatever the nodes are, hierarchical=True by nodes; use one of "

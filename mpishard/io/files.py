@@ -15,6 +15,7 @@ import grp
 import json
 import os
 import pwd
+import re
 import secrets
 import stat
 import warnings
@@ -235,9 +236,10 @@ def read_note(path: Path, *, private: bool = False, most: int | None = LARGEST_N
         raise ValueError(f"{path} is not JSON: {error}") from None
 
 
-def remove_notes(folder: Path, *prefixes: str) -> None:
-    """Remove files of a private folder whose names begin with one of some prefixes; without prefixes all."""
+def remove_notes(folder: Path, names: str = "") -> None:
+    """Remove the files of a private folder, or those whose names match a pattern.  Folders in it stay."""
     with opened(folder, private=True) as descriptor:
         for name in os.listdir(descriptor):
-            if name.startswith(prefixes or ""):
-                os.unlink(name, dir_fd=descriptor)
+            if not names or re.fullmatch(names, name):
+                with contextlib.suppress(IsADirectoryError):
+                    os.unlink(name, dir_fd=descriptor)

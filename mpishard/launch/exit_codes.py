@@ -62,6 +62,12 @@ class ScriptEnding:
         code = None if script is None else script.code
         return INTERRUPTED if code == 0 and ScriptEnding.interrupted else code
 
+    @property
+    def failed(self) -> bool:
+        """True if an exception has ended the script."""
+        script = _runner()
+        return hasattr(sys, "last_value") if script is None else script.code is None
+
 
 def note_run(stopped: bool) -> None:
     """Note that a run of the script is over; `stopped`: the user has stopped it in order.

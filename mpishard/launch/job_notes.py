@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mpishard.io.files import read_note, remove_notes, write_note
-from mpishard.launch.processes import identity
+from mpishard.launch.processes import identity, this_kernel
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
@@ -44,6 +44,12 @@ def patiently(call: Callable[[], T]) -> T:
             if stays or time.monotonic() > limit:
                 raise
         time.sleep(_AGAIN_S)
+
+
+def was_begun_here(path: Path) -> bool:
+    """Return True if a supervisor of this machine, maybe of another container, has used a folder last."""
+    holder = read_note(path / "supervisor", private=True)
+    return bool(holder) and holder[0].startswith(this_kernel())
 
 
 def raised_by_all(error: E, ranks: int) -> E:
@@ -144,8 +150,9 @@ class JobNotes:
         if holder and holder[0] and holder != own and holder == list(identity(holder[1])):
             raise ValueError(f"{path} is used by another mpishard run, process {holder[1]}; give each its own --folder")
         write_note(path / "supervisor", own, private=True)
-        names = "started training step cell ended given-up failure echo aborted healed ending".split()
-        remove_notes(path, *(f"{name}-" for name in names))
+        # Of a run that saves there, too, the files and checkpoints stay.
+        names = "started|training|step|cell|ended|given-up|failure|echo|aborted|healed|ending"
+        remove_notes(path, rf"({names})-\d+")
         begun = cls(path.absolute(), -1).next()
         return replace(begun, first=begun.attempt)
 

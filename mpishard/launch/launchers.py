@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -136,7 +137,9 @@ class HostMonitor:
         """The hosts that did not answer twice in succession, since once may be chance.  Does not wait."""
         pause = min(_AGAIN_S, self._every) if self._missed else self._every
         if self._hosts and self._probe is None and time.monotonic() - self._asked >= pause:
-            self._probe = Probe(self._hosts, self._shell, self._limit)
+            self._asked = time.monotonic()
+            with contextlib.suppress(OSError):  # this machine starts no process now, which says nothing of hosts
+                self._probe = Probe(self._hosts, self._shell, self._limit)
         answered = None if self._probe is None else self._probe.poll()
         if answered is None:
             return set()

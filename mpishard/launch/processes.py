@@ -75,6 +75,11 @@ def state_here(name: str) -> str:
     return STOPPED if state in "Tt" else DEAD if state in "ZX" else ""
 
 
+def this_kernel() -> str:
+    """A text that only processes of this machine have in common, in all containers; OSError if this does not tell."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def identity(process: int) -> tuple[str, int, str]:
     """What tells a process that lives from all others: its machine, its number, and when it began.
 
@@ -84,8 +89,7 @@ def identity(process: int) -> tuple[str, int, str]:
     with contextlib.suppress(OSError):
         facts = process_facts(process)
         if facts[0] not in "ZX":
-            machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-            return machine, process, facts[BEGAN]
+            return this_kernel() + os.readlink("/proc/self/ns/pid"), process, facts[BEGAN]
     return "", process, ""
 
 

@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from mpishard.io.files import NotPrivateError, opened
+from mpishard.io.files import opened
 from mpishard.io.terminal import say
 from mpishard.launch.exit_codes import exit_code
-from mpishard.launch.job_notes import JobNotes, patiently
+from mpishard.launch.job_notes import JobNotes, patiently, was_begun_here
 from mpishard.launch.launchers import (
     Host,
     HostMonitor,
@@ -299,13 +299,15 @@ def _temporary_folder(parent: str | None) -> Iterator[str]:
     """A new folder for a run, removed at the end; those that killed supervisors of this user have left go first.
 
     The kernel holds the lock on a folder as long as its supervisor lives, whatever number that has in its container.
+    On some shared disks, such as BeeGFS, other machines do not see it: each removes the folders of its own alone.
     """
     for left in Path(parent or tempfile.gettempdir()).glob(f"{_FOLDER}*"):
-        with contextlib.suppress(OSError, NotPrivateError):
+        with contextlib.suppress(OSError, ValueError):
             if left.lstat().st_uid == os.geteuid():
                 with opened(left, private=True) as descriptor:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(left)
+                    if was_begun_here(left):
+                        shutil.rmtree(left)
     while True:
         path = tempfile.mkdtemp(prefix=_FOLDER, dir=parent)
         with opened(Path(path), private=True) as descriptor:

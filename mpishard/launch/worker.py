@@ -11,8 +11,10 @@ that starts MPI in a rank, and a script may set variables or options of mpi4py b
 from __future__ import annotations
 
 import builtins
+import contextlib
 import os
 import runpy
+import signal
 import sys
 import zipfile
 from importlib.machinery import SourceFileLoader
@@ -53,11 +55,24 @@ class Script:
         except SystemExit as error:
             status = error.code
             self.code = 0 if status is None else status & 0xFF if isinstance(status, int) else 1
+            if self.code == signal.SIGUSR1 and "mpishard.comm.supervisor_reports" not in sys.modules:
+                _note_code(self.code)
             raise
         except BaseException as error:
             _show_without_runner(error)
             raise
         self.code = 0
+
+
+def _note_code(code: int) -> None:
+    """Note an exit code for the supervisor, which from the launcher's alone would take it for a signal."""
+    run, attempt = os.environ.get("MPISHARD_RUN"), os.environ.get("MPISHARD_ATTEMPT")
+    if run and attempt:
+        temporary = f"{run}/.given-up-{os.uname().nodename}-{os.getpid()}"
+        with contextlib.suppress(OSError):
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(f'{{"code": {code}}}')
+            os.replace(temporary, f"{run}/given-up-{attempt}")
 
 
 def _run_file(main: ModuleType, arguments: list[str]) -> None:

@@ -596,5 +596,7 @@ def test_what_it_refuses(mesh):
     for wrong in (1, -2, 0.5, "2"):
         with pytest.raises(ValueError, match="hierarchical=.*above 1"):
             ShardingConfiguration(mesh, hierarchical=wrong)
+    for given in (np.int64(2), np.True_):
+        assert ShardingConfiguration(mesh, hierarchical=given) == ShardingConfiguration(mesh, hierarchical=given.item())
     with pytest.raises(ValueError, match="reproducible=True"):
         ShardingConfiguration(mesh, hierarchical=True, reproducible=True)

@@ -672,6 +672,7 @@ def test_diff(tmp_path, shell):
         ("schedule zb-h1 --stages 2 --microbatches 2 --backward 2".split(), "'zb-h1' does not use --backward"),
         ("schedule 1f1b --stages 2 --microbatches 2 --forward 1;2".split(), "--forward takes a number, or numbers"),
         ("schedule 1f1b --stages 2 --microbatches 2 --forward 1,2,3".split(), "forward has 3 times for 2 virtual"),
+        ("schedule 1f1b --stages 1000000 --microbatches 8".split(), "1000000 stages of 1 chunks with 8"),
         ("schedule 1f1b --stages 2 --microbatches 2 --forward 1e308".split(), "the times add up to more"),
         ("schedule 1f1b --stages 2 --microbatches 2 --png /no/folder/x.png".split(), "/no/folder/x.png"),
     ],

@@ -281,6 +281,8 @@ def test_bench_on_one_rank(tmp_path, run, monkeypatch):
     for output in (tmp_path / "no-folder" / "profile.json", tmp_path):
         assert "cannot write" in run(f"--output {output}", code=2, command="bench")
     assert "one rank has nobody to communicate with" in run("--collectives", code=2, command="bench")
+    for options in ("--tensor 2", "--plot x.png", "--json", f"--collectives --output {file}"):
+        assert " is for " in run(options, code=2, command="bench")
 
 
 def test_collectives_are_drawn(tmp_path):

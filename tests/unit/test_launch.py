@@ -135,6 +135,7 @@ def test_a_host_that_is_silent_twice_is_lost(tmp_path):
         seen += [lost] if lost else []
     assert seen == [{hosts[2]}]
     assert HostMonitor(hosts[:1], str(path), 0.0, 20.0).look() == set()
+    assert HostMonitor(hosts, "/nowhere/shell", 0.0, 20.0).look() == set()  # no process can be started
 
 
 def test_what_is_left_on_a_host_is_killed(shell, tmp_path):

@@ -15,7 +15,7 @@ import pytest
 from mpi4py import MPI
 
 import mpishard
-from mpishard.launch.job_notes import Ended, JobNotes
+from mpishard.launch.job_notes import Ended, JobNotes, Notes
 from mpishard.launch.script import RUNNER, describe, with_runner, without_runner
 
 # The runner of scripts: nothing differs from what Python itself does with them, and it knows how they end.
@@ -198,6 +198,7 @@ def test_main_is_found_by_pickle_and_by_processes_that_it_starts(words: str, tmp
         ([RUNNER, "script.py"], "raise SystemExit(3)", Ended(3)),
         ([RUNNER, "script.py"], "from mpishard.launch.exit_codes import note_run; note_run(True)", Ended(130)),
         ([RUNNER, "script.py"], "raise ArithmeticError", None),
+        ([RUNNER, "script.py"], "sys.last_value = ValueError()\nsys.exit(3)", Ended(3)),  # as pytest for a failed test
         ([RUNNER, "-m", "script"], "sys.exit(75)", Ended(75)),
         (["-m", "mpishard.launch.worker", "script.py"], "raise SystemExit(3)", Ended(3)),
         (["script.py"], "sys.exit(3)", Ended(3)),  # by the hook
@@ -212,6 +213,13 @@ def test_what_the_supervisor_hears(words: list[str], end: str, ended: Ended | No
     done = run(*words, cwd=tmp_path, **folder.environment())
     assert folder.notes.ended == ended, done.stderr
     assert (folder.notes.failure is None) == (ended is not None) and folder.notes.started, done.stderr
+
+
+def test_an_exit_code_that_could_be_a_signal_is_noted_before_mpishard_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("raise SystemExit(10)")
+    folder = JobNotes.create(tmp_path / "run")
+    done = run(RUNNER, "script.py", cwd=tmp_path, **folder.environment())
+    assert (done.returncode, folder.notes) == (10, Notes(given_up=Ended(10))), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -335,6 +343,8 @@ def test_a_fault_in_the_words_of_a_refusal_is_told_whole(line, frames, tmp_path,
         ("", {}, True),
         ("from multiprocessing.spawn import spawn_main; ", {}, False),
         ("", {"PMI_FD": "99", "PMI_RANK": "0", "PMI_SIZE": "2"}, False),
+        ("", {"PMIX_NAMESPACE": "job@1", "PMIX_RANK": "0", "MPISHARD_RANK": "job@1 0 1"}, False),
+        ("import os; file = open(os.devnull); os.environ['PMI_FD'] = str(file.fileno()); ", {}, False),
     ],
 )
 def test_a_process_that_a_rank_starts_starts_no_mpi(words: str, variables: dict[str, str], starts: bool) -> None:
