@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from mpishard.nn.workspace import Workspace
 Array = Any
 
 
-class Norm(Layer):
+class Norm(Layer, ABC):
     """Rows normed, then scaled by a tensor that starts at 1; perhaps shifted by one that starts at 0."""
 
     backward_kernel: ClassVar[str]
@@ -32,6 +33,7 @@ class Norm(Layer):
         for name in self.names:
             self._fill(name, float(name == self.weight_name))
 
+    @abstractmethod
     def forward(self, x_nc: Array, work: Workspace) -> Array:
         """Norm each row, and scale it.
 
@@ -47,7 +49,6 @@ class Norm(Layer):
         array, shape (n, width)
             In the memory of `work`; uint16, the bits of bfloat16, if products round it and `gives_bits` is set.
         """
-        raise NotImplementedError
 
     def backward(self, dy_nc: Array, work: Workspace, residual_nc: Array | None = None) -> Array:
         """Gradient with respect to `x`, plus `residual` where given: the gradient that reaches `x` around the norm.
