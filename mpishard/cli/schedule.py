@@ -24,8 +24,8 @@ from mpishard.pipeline.schedule import (
     find_deadlock,
     make_schedule,
     simulate,
-    warn_if_bubbly,
 )
+from mpishard.pipeline.schedule.generators import warn_if_bubbly
 
 _IDLE = "#eeeeee"
 _DPI = 150

@@ -9,7 +9,8 @@ from typing import Any
 
 from mpishard.arguments import flag, integer, number, shown
 from mpishard.nn.architecture import DecoderArchitecture
-from mpishard.pipeline.schedule import SCHEDULES, check_chunks
+from mpishard.pipeline.schedule import SCHEDULES
+from mpishard.pipeline.schedule.generators import check_chunks
 
 # Memory per rank for each stage of ZeRO, from the number of parameters alone.
 #

@@ -27,7 +27,8 @@ from mpishard.nn.units import Batch
 from mpishard.nn.workspace import KeyValueCache
 from mpishard.parameters.flat import FlatParameters
 from mpishard.pipeline.runtime import Pipeline
-from mpishard.pipeline.schedule import make_schedule, warn_if_bubbly
+from mpishard.pipeline.schedule import make_schedule
+from mpishard.pipeline.schedule.generators import warn_if_bubbly
 
 Array = Any
 

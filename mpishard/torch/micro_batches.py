@@ -21,7 +21,8 @@ from mpishard.nn.options import microbatches_on
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.reducer import NoSync
 from mpishard.pipeline.runtime import Pipeline
-from mpishard.pipeline.schedule import make_schedule, warn_if_bubbly
+from mpishard.pipeline.schedule import make_schedule
+from mpishard.pipeline.schedule.generators import warn_if_bubbly
 from mpishard.torch.buffers import as_fact
 from mpishard.torch.forward_passes import ForwardPass
 from mpishard.torch.plan_checks import is_plain

@@ -20,8 +20,8 @@ from mpishard.pipeline.schedule import (
     forward_only,
     make_schedule,
     simulate,
-    warn_if_bubbly,
 )
+from mpishard.pipeline.schedule.generators import warn_if_bubbly
 from mpishard.pipeline.schedule.simulator import Wait
 
 # Schedules as the papers have them, for any number of stages and micro-batches, and what is refused.

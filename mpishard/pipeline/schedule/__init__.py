@@ -8,7 +8,7 @@ No MPI.
 """
 
 from mpishard.pipeline.schedule.actions import KINDS, Action, Schedule
-from mpishard.pipeline.schedule.generators import SCHEDULES, check_chunks, forward_only, make_schedule, warn_if_bubbly
+from mpishard.pipeline.schedule.generators import SCHEDULES, forward_only, make_schedule
 from mpishard.pipeline.schedule.simulator import (
     Deadlock,
     Event,
@@ -28,11 +28,9 @@ __all__ = [
     "Schedule",
     "Timeline",
     "Wait",
-    "check_chunks",
     "check_deadlock_free",
     "find_deadlock",
     "forward_only",
     "make_schedule",
     "simulate",
-    "warn_if_bubbly",
 ]
