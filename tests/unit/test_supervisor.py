@@ -47,7 +47,7 @@ def python(*words, **environment):
 def test_what_a_killed_supervisor_has_left_goes_with_the_next_start(tmp_path):
     """And no folder of one that lives, nor anything else."""
     dead, elsewhere = (Path(tempfile.mkdtemp(prefix=".mpishard-run-", dir=tmp_path)) for _ in range(2))
-    write_note(dead / "supervisor", _identity(os.getpid()))
+    write_note(dead / "supervisor", identity(os.getpid()))
     write_note(elsewhere / "supervisor", ["another", 1, "0"])  # whose locks a shared disk may not show here
     open_to_others = tmp_path / ".mpishard-run-open"
     open_to_others.mkdir(mode=0o755)
