@@ -339,13 +339,10 @@ class OptimizerState(ABC):
         compressed gradients and no step has used them yet; FloatingPointError if any worker of Local SGD had a NaN or
         infinite gradient that it must raise for, with all workers in one state.
         """
-        if self._carried is not None:
-            with raised_on_all(self._optimizer.world):
-                _ = self._carried.facts  # ValueError of a buffer that was replaced by another kind, perhaps here alone
         self.resync()
         for each in self.auxiliary:
             each.consolidate()
-        self._carried.consolidate(self._optimizer.config.mesh.data)
+        self._carried.consolidate(self._optimizer.config.mesh)
         compressed = self.strategy.compressed if self.is_bound else None
         if compressed is not None:
             with raised_on_all(self._optimizer.world):

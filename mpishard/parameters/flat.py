@@ -12,6 +12,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.array import FLOATS, is_array
 from mpishard.comm.agreement import fingerprint
 from mpishard.comm.axis import Axis
+from mpishard.comm.mesh import Mesh
 from mpishard.layout.boxes import Box
 from mpishard.layout.tensors import WHOLE, LocalLayout, ModelParallelRank, ParameterSpec
 from mpishard.parameters.buckets import make_buckets
@@ -79,8 +80,11 @@ class CarriedState:
     def synchronize(self, axis: Axis) -> None:
         """Make the values equal on all ranks, after each update that all take together. Collective over the axis."""
 
-    def consolidate(self, axis: Axis) -> None:
-        """Make the values equal on all ranks before a save, and change none that are. Collective over the axis."""
+    def consolidate(self, mesh: Mesh) -> None:
+        """Make the values equal on all ranks before a save, and change none that are.  Collective over the mesh.
+
+        Raises ValueError on all ranks if values of one have another shape or dtype now.
+        """
 
     def round_masters(self) -> None:
         """Give parameters of another dtype the values of their masters in the flat array, which have changed."""

@@ -180,7 +180,6 @@ class Buffers:
 
     def consolidate(self, axis: Axis) -> None:
         """`synchronize`, unless the values are equal, whose mean may differ from them by rounding. Collective."""
-        self.take_back()
         if self.mode == "average" and axis.size > 1:
             own = arrays.digest(*(flat for flat, _ in self._flats))
             most, least = axis.all_reduce(np.array([own, -own], np.int64), op="max", label="control").tolist()

@@ -14,6 +14,7 @@ import torch
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.boxes import box_shape
 from mpishard.layout.tensors import WHOLE
@@ -248,9 +249,11 @@ class ModuleState(CarriedState):
         if self.stages is not None and self.mesh is not None:  # any rank may be the one that is left
             self.stages.share_buffers()
 
-    def consolidate(self, axis: Axis) -> None:
+    def consolidate(self, mesh: Mesh) -> None:
         self.round_masters()
-        self.buffers.consolidate(axis)
+        with raised_on_all(mesh.world):
+            self.buffers.take_back()
+        self.buffers.consolidate(mesh.data)
         if self.stages is not None:
             self.stages.share_buffers()
 

@@ -82,8 +82,7 @@ def save_checkpoint(
         check_facts(facts)
         named = _named(parameters, optimizer)
         check_place(named, optimizer.mesh)
-        if named.carried is not None:
-            named.carried.check_parameters()
+        named.carried.check_parameters()
         same |= {"folder": str(folder), "keep": keep, "facts": sorted(facts)}
         same |= {"compression": compression, "virtual": virtual}
     agree_on_step(optimizer.world, named, None, None, optimizer.settings)
@@ -154,13 +153,12 @@ def load_checkpoint(
             raise ValueError(f"mesh={shown(given)} is not that of the optimizer; leave it out")
         named = _named(parameters, optimizer)
         check_place(named, mesh)
-        if named.carried is not None:
-            named.carried.check_parameters()
+        named.carried.check_parameters()
         same |= {"folder": str(folder), "optimizer": optimizer is not None}
     agree_on_step(mesh.world, named, None, None, None if optimizer is None else optimizer.settings)
     if optimizer is not None:
         optimizer.bind(named)
-        with raised_on_all(mesh.world):  # as `consolidate` for a save
+        with raised_on_all(mesh.world):  # a buffer of this rank alone may have been replaced by one of another kind
             state = optimizer.state.capture()
         check = optimizer.state.check
     else:
